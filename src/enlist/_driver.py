@@ -1,0 +1,40 @@
+"""What must be asked of the driver, since SQLAlchemy has no common word for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import sqlalchemy as sa
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["is_autocommit", "sqlstate"]
+
+
+def is_autocommit(connection: sa.Connection) -> bool:
+    """Whether the connection commits each statement by itself.
+
+    The driver's flag tells; the name of the isolation level does not: a ``creator`` or a listener can set the flag.
+    """
+    return bool(getattr(connection.connection.dbapi_connection, "autocommit", False))
+
+
+def sqlstate(error: BaseException) -> str | None:
+    """Return the SQLSTATE of a database error; None when it has none (a lost connection, another kind of error).
+
+    By code, never by class: SQLAlchemy reports some lost connections as ``InternalError``.
+    """
+    for cause in _origins(error):
+        code = getattr(cause, "sqlstate", None)
+        if isinstance(code, str):
+            return code
+    return None
+
+
+def _origins(error: BaseException) -> Iterator[BaseException]:
+    seen: BaseException | None = error
+    while seen is not None:
+        yield seen
+        # DBAPIError.orig is the adapted error; asyncpg's own, with the code, is the adapted one's cause.
+        seen = seen.orig if isinstance(seen, sa.exc.DBAPIError) else seen.__cause__

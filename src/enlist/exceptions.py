@@ -1,0 +1,96 @@
+"""Every error enlist raises on purpose. A class's docstring is its meaning.
+
+All derive from :class:`EnlistError`. A message names the value that was refused, the limit it broke and what to do.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sqlalchemy.exc import DontWrapMixin
+
+if TYPE_CHECKING:
+    import uuid
+
+__all__ = [
+    "CommitRefused",
+    "ConfigurationError",
+    "EnlistError",
+    "HandlerError",
+    "HandlerTimeout",
+    "InvalidOption",
+    "LeaseLost",
+    "PayloadError",
+    "SchemaError",
+    "SessionError",
+    "TransactionAborted",
+    "WorkerLost",
+]
+
+
+class EnlistError(DontWrapMixin, Exception):
+    """Base of every error that enlist raises on purpose."""
+
+    # DontWrapMixin: raised while SQLAlchemy executes a statement or flushes, it comes out as it is, not inside a
+    # StatementError.
+
+
+class ConfigurationError(EnlistError):
+    """A worker, repository or command line was set up in a way that cannot work; found at the start."""
+
+
+class InvalidOption(EnlistError, ValueError):
+    """An option of a call (queue, priority, run_at, key, limit, status, ...) is outside of what it may be.
+
+    Raised at the call, before any SQL: the caller's transaction stays usable.
+    """
+
+
+class PayloadError(EnlistError, ValueError):
+    """A payload cannot be stored or read back without loss; the message has the path, ``payload.items[3].name``.
+
+    Raised by ``enqueue`` before any SQL. For a late payload it is raised by the flush and names the file and line
+    of the ``enqueue`` call. On a worker it means that the stored payload does not fit the handler's payload class.
+    """
+
+
+class SessionError(EnlistError):
+    """The session cannot carry a job: it commits by itself (AUTOCOMMIT), or has no bind for enlist's table."""
+
+
+class SchemaError(EnlistError):
+    """The database has no enlist tables, or they are at another schema step than this release needs."""
+
+
+class HandlerError(EnlistError, TypeError):
+    """A handler was registered twice for a kind, or its signature does not fit; raised by the decorator."""
+
+
+class CommitRefused(EnlistError):
+    """A handler called ``commit``, ``begin``, ``rollback`` or ``close`` on the session that enlist commits.
+
+    The verb is in the message. The attempt fails: its effects and its status must be one commit.
+    """
+
+
+class TransactionAborted(EnlistError):
+    """A handler returned though its transaction had already failed: an SQL error was swallowed.
+
+    PostgreSQL would answer the COMMIT with a silent ROLLBACK, so the attempt is failed instead.
+    """
+
+
+class HandlerTimeout(EnlistError, TimeoutError):
+    """A handler ran longer than its ``timeout``."""
+
+
+class LeaseLost(EnlistError):
+    """The job's lease ended and the job is no longer this worker's: nothing of this run is committed."""
+
+    def __init__(self, job_id: uuid.UUID) -> None:
+        super().__init__(f"job {job_id}: its lease was lost, the effects of this run are rolled back")
+        self.job_id = job_id
+
+
+class WorkerLost(EnlistError):
+    """The worker that ran the job died. Stored as the job's last error; never raised."""
