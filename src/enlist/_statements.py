@@ -1,0 +1,643 @@
+"""Every SQL statement of enlist, with the reason for its shape.
+
+Built once per job table and kept (building one costs more than running it). Rules they all follow:
+
+- Parameters go in as arrays through ``unnest``: one SQL text whatever their number, so it is prepared once; and
+  PostgreSQL estimates ``unnest`` of a sub-select at ten rows whatever the table's statistics say, so the plan is
+  the same on an empty table and on a full one.
+- Rows are found and locked in a MATERIALIZED CTE and updated by ``id = ANY(ARRAY(SELECT id ...))``. A sub-select in
+  ``IN`` may be run again for each outer row, and then locks more than its LIMIT; an array is computed once, and only
+  the primary key can serve it.
+- Locks are ``FOR NO KEY UPDATE``: an open insert that references the job holds ``KEY SHARE`` on it, which would hide
+  the row from ``FOR UPDATE SKIP LOCKED``.
+- Statements on several jobs lock them in the order of their ids, so that no two can deadlock.
+- ``statement_timestamp()``, never ``now()``: late in a long transaction ``now()`` is past.
+- The running status is tested as ``coalesce(status, '')``: written plainly, the predicate of a partial index would match,
+  and under stale statistics a plan may walk all running jobs instead of probing the primary key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+from typing import Any, Final
+
+import sqlalchemy as sa
+from sqlalchemy.dialects.postgresql import ARRAY, INTERVAL, JSONPATH, insert
+
+__all__ = ["CLAIM_LIMIT", "INSERT_LIMIT", "Statements", "channel_of", "statements_for"]
+
+INSERT_LIMIT: Final = 1000
+"""Most jobs of one INSERT."""
+
+CLAIM_LIMIT: Final = 1000
+"""Most jobs that one claim takes from a queue."""
+
+ERRORS_KEPT: Final = 10
+"""How many errors of a job are kept, the latest."""
+
+_NOW: Final = sa.func.statement_timestamp(type_=sa.DateTime(timezone=True))
+
+
+def _array(name: str, item: Any) -> Any:
+    """A parameter that is an array; in a sub-select, so that the planner never sees its length."""
+    return sa.select(sa.bindparam(name, type_=ARRAY(item))).scalar_subquery()
+
+
+def _any_of(name: str, item: Any) -> Any:
+    """``ANY`` of an array parameter. Without the cast, ANY of a sub-select would compare with its rows."""
+    return sa.any_(sa.cast(_array(name, item), ARRAY(item)))
+
+
+def _among(ids: Any) -> Any:
+    """``ANY(ARRAY(SELECT ...))``: computed once, whatever the plan."""
+    return sa.any_(sa.func.array(ids.scalar_subquery()))
+
+
+def _status(alias: str, status: str) -> Any:
+    """A status as literal SQL: a plan that knows no parameters can then still use the partial index."""
+    return sa.literal_column(f"{alias}.status") == sa.literal_column(f"'{status}'")
+
+
+def _careful(job: Any) -> Any:
+    """Whether a queued job must run by itself: a worker died running it, or this is its last attempt."""
+    return sa.or_(
+        job.c.lost > sa.literal_column("0"), job.c.attempt + sa.literal_column("1") >= job.c.max_attempts
+    )
+
+
+def _rows(alias: str, **columns: tuple[str, Any]) -> Any:
+    """``unnest(array, ...) AS alias(column, ...)`` from ``column=(parameter, item type)``."""
+    function = sa.func.unnest(*[_array(name, item) for name, item in columns.values()])
+    typed = [sa.column(column, item) for column, (_, item) in columns.items()]
+    return function.table_valued(*typed, name=alias).render_derived(name=alias)
+
+
+def channel_of(table: sa.Table) -> str:
+    """The NOTIFY channel of a job table: 63 bytes is the limit of a name, so it is a digest of the table's."""
+    name = f"{table.schema or ''}.{table.name}"
+    return "enlist_" + hashlib.sha256(name.encode()).hexdigest()[:32]
+
+
+@lru_cache(maxsize=64)
+def statements_for(table: sa.Table) -> Statements:
+    """The statements of one job table, made once."""
+    return Statements(table)
+
+
+class Statements:
+    """The statements of one job table. Each attribute says what it is for and what parameters it takes."""
+
+    def __init__(self, table: sa.Table) -> None:
+        self.table = table
+        self.channel = channel_of(table)
+        self.insert = self._insert()
+        self.holders = self._holders()
+        self.claim = self._claim()
+        self.lock_keys = self._lock_keys()
+        self.claim_keyed = self._claim_keyed()
+        self.start = self._start()
+        self.renew = self._renew()
+        self.complete = self._complete()
+        self.settle = self._settle()
+        self.reap = self._reap()
+        self.lock_row = self._lock_row()
+        self.fate = self._fate()
+        self.summary = self._summary()
+        self.notify = sa.select(sa.func.pg_notify(self.channel, sa.bindparam("queue", type_=sa.Text)))
+
+    # -- producer ----------------------------------------------------------------------------------------------
+
+    def _insert(self) -> sa.Executable:
+        """Insert jobs; return the ids of those that were. Arrays, aligned: see the columns below.
+
+        ``delays`` counts from the server's clock at the flush, and serves where ``run_ats`` has None. The caller
+        puts keyed rows in the order of their keys: two transactions with the same keys then wait for each other
+        instead of deadlocking.
+        """
+        row = _rows(
+            "row",
+            id=("ids", sa.Uuid),
+            kind=("kinds", sa.Text),
+            queue=("queues", sa.Text),
+            max_attempts=("max_attempts", sa.Integer),
+            priority=("priorities", sa.SmallInteger),
+            payload=("payloads", sa.Text),
+            unique_key=("unique_keys", sa.Text),
+            concurrency_key=("concurrency_keys", sa.Text),
+            concurrency_limit=("concurrency_limits", sa.SmallInteger),
+            run_at=("run_ats", sa.DateTime(timezone=True)),
+            delay=("delays", INTERVAL),
+            meta=("metas", sa.Text),
+        )
+        jsonb = self.table.c.payload.type
+        values = {
+            "id": row.c.id,
+            "kind": row.c.kind,
+            "queue": row.c.queue,
+            "max_attempts": row.c.max_attempts,
+            "priority": row.c.priority,
+            "payload": sa.cast(row.c.payload, jsonb),
+            "unique_key": row.c.unique_key,
+            "unique_held": row.c.unique_key.is_not(None),
+            "concurrency_key": row.c.concurrency_key,
+            "concurrency_limit": row.c.concurrency_limit,
+            "run_at": sa.func.coalesce(row.c.run_at, _NOW + row.c.delay, _NOW),
+            "meta": sa.cast(row.c.meta, jsonb),
+        }
+        return (
+            insert(self.table)
+            .from_select(list(values), sa.select(*values.values()), include_defaults=False)
+            .on_conflict_do_nothing(
+                index_elements=[self.table.c.kind, self.table.c.unique_key],
+                index_where=sa.text("unique_held"),
+            )
+            .returning(self.table.c.id)
+        )
+
+    def _holders(self) -> sa.Executable:
+        """Find the jobs that hold unique keys: ``kinds`` and ``keys``, aligned; rows (kind, unique_key, id)."""
+        job = self.table.alias("job")
+        wanted = _rows("wanted", kind=("kinds", sa.Text), key=("keys", sa.Text))
+        held = sa.and_(job.c.kind == wanted.c.kind, job.c.unique_key == wanted.c.key, job.c.unique_held)
+        return sa.select(job.c.kind, job.c.unique_key, job.c.id).select_from(wanted.join(job, held))
+
+    # -- claim -------------------------------------------------------------------------------------------------
+
+    def _claimable(self, job: Any) -> list[Any]:
+        """What a claim asks of a job apart from its queue."""
+        return [
+            _status("job", "queued"),
+            job.c.run_at <= _NOW,
+            job.c.kind == _any_of("kinds", sa.Text),
+            sa.or_(sa.bindparam("careful", type_=sa.Boolean), sa.not_(_careful(job))),
+        ]
+
+    def _returned(self, job: Any) -> list[Any]:
+        names = (
+            "id kind queue priority run_at attempt max_attempts lost payload meta concurrency_key lease_token"
+        )
+        return [job.c[name] for name in names.split()]
+
+    def _taken(self, condition: Any, **extra: Any) -> Any:
+        """The UPDATE that makes claimed jobs this worker's.
+
+        A careful job stays without ``started_at`` until just before its handler: should the process die earlier,
+        the reaper gives the attempt back.
+        """
+        c = self.table.c
+        return (
+            sa.update(self.table)
+            .where(condition)
+            .values(
+                status="running",
+                attempt=c.attempt + 1,
+                lease_token=c.lease_token + 1,
+                locked_by=sa.bindparam("worker", type_=sa.Text),
+                locked_until=_NOW + sa.bindparam("lease", type_=INTERVAL),
+                started_at=sa.case((_careful(self.table), sa.null()), else_=_NOW),
+                **extra,
+            )
+        )
+
+    def _claim(self) -> sa.Executable:
+        """Take due jobs, each queue in its order: ``queues`` and ``limits`` aligned, ``kinds``, ``careful``, ``worker``, ``lease``.
+
+        At most one careful job in all. Jobs with a concurrency key are not taken: those that look free come back
+        with ``taken`` false, for :attr:`claim_keyed`. The inner constant LIMIT keeps the cost estimate of the outer,
+        variable one independent of the table's size (a variable LIMIT counts as a tenth of the rows; JIT would
+        start). The scan locks only the rows it returns: it stops at the outer limit.
+        """
+        asked = _rows("asked", queue=("queues", sa.Text), number=("limits", sa.Integer))
+        job = self.table.alias("job")
+        head = self.table.alias("head")
+        holder = self.table.alias("holder")
+        running = (
+            sa.select(sa.func.count())
+            .select_from(holder)
+            .where(
+                _status("holder", "running"),
+                holder.c.concurrency_key == job.c.concurrency_key,
+            )
+            .correlate(job)
+            .scalar_subquery()
+        )
+        heads = (
+            sa.select(head.c.id)
+            .where(
+                _status("head", "queued"),
+                head.c.concurrency_key == job.c.concurrency_key,
+                head.c.queue == job.c.queue,
+                head.c.run_at <= _NOW,
+                head.c.kind == _any_of("kinds", sa.Text),
+            )
+            .order_by(head.c.priority.desc(), head.c.run_at, head.c.id)
+            .limit(sa.func.greatest(0, job.c.concurrency_limit - running))
+            .correlate(job)
+        )
+        due = (
+            sa.select(
+                job.c.id,
+                job.c.priority,
+                job.c.run_at,
+                job.c.concurrency_key,
+                _careful(job).label("careful"),
+            )
+            .where(
+                job.c.queue == asked.c.queue,
+                *self._claimable(job),
+                sa.or_(job.c.concurrency_key.is_(None), job.c.id == _among(heads)),
+            )
+            .order_by(job.c.priority.desc(), job.c.run_at, job.c.id)
+            .limit(sa.literal_column(str(CLAIM_LIMIT)))
+            .with_for_update(key_share=True, skip_locked=True)
+            .correlate(asked)
+            .subquery("due")
+        )
+        bounded = sa.select(due).limit(asked.c.number).correlate(asked).lateral("bounded")
+        picked = (
+            sa.select(
+                bounded.c.id,
+                bounded.c.concurrency_key,
+                bounded.c.careful,
+                sa.func.row_number()
+                .over(
+                    partition_by=(bounded.c.careful, bounded.c.concurrency_key.is_(None)),
+                    order_by=(bounded.c.priority.desc(), bounded.c.run_at, bounded.c.id),
+                )
+                .label("place"),
+            )
+            .select_from(asked.join(bounded, sa.true()))
+            .cte("picked")
+            .prefix_with("MATERIALIZED")
+        )
+        plain = sa.select(picked.c.id).where(
+            picked.c.concurrency_key.is_(None), sa.or_(sa.not_(picked.c.careful), picked.c.place == 1)
+        )
+        c = self.table.c
+        taken = self._taken(c.id == _among(plain)).returning(*self._returned(self.table)).cte("taken")
+        candidate = {"id": picked.c.id, "concurrency_key": picked.c.concurrency_key}
+        nothing = [sa.cast(candidate.get(column.name, sa.null()), column.type) for column in taken.c]
+        return sa.select(sa.true().label("taken"), *taken.c).union_all(
+            sa.select(sa.false(), *nothing).where(picked.c.concurrency_key.is_not(None))
+        )
+
+    def _lock_keys(self) -> sa.Executable:
+        """Take the transaction-scoped advisory locks of concurrency ``keys`` that are free; return those keys.
+
+        Counting the running jobs of a key is only exact while nobody else can start one: two claims that overlap
+        see neither's jobs. The count is made by the next statement, whose snapshot is newer than the lock.
+        """
+        wanted = _rows("wanted", key=("keys", sa.Text))
+        seed = int.from_bytes(hashlib.sha256(self.channel.encode()).digest()[:7], "big")
+        digest = sa.func.hashtextextended(wanted.c.key, sa.literal_column(str(seed)))
+        return sa.select(wanted.c.key).where(sa.func.pg_try_advisory_xact_lock(digest))
+
+    def _claim_keyed(self) -> sa.Executable:
+        """Take due jobs of the locked concurrency ``keys``; the other parameters as for :attr:`claim`.
+
+        Of each key the first jobs, as many as it has slots free under their own limit; each gets the lowest free
+        slot. The unique index on (key, slot) and the CHECK on the slot hold the limit whatever happens here.
+        """
+        wanted = _rows("wanted", key=("keys", sa.Text))
+        asked = _rows("asked", queue=("queues", sa.Text), number=("limits", sa.Integer))
+        job = self.table.alias("job")
+        holder = self.table.alias("holder")
+        is_running = _status("holder", "running")
+        heads = (
+            sa.select(
+                job.c.id,
+                job.c.queue,
+                job.c.priority,
+                job.c.run_at,
+                job.c.concurrency_key,
+                job.c.concurrency_limit,
+                _careful(job).label("careful"),
+            )
+            .where(
+                job.c.concurrency_key == wanted.c.key,
+                job.c.queue == _any_of("queues", sa.Text),
+                *self._claimable(job),
+            )
+            .order_by(job.c.priority.desc(), job.c.run_at, job.c.id)
+            .limit(sa.literal_column(str(CLAIM_LIMIT)))
+            .with_for_update(key_share=True, skip_locked=True)
+            .correlate(wanted)
+            .subquery("heads")
+        )
+        most = sa.select(sa.func.sum(asked.c.number)).scalar_subquery()
+        bounded = sa.select(heads).limit(most).correlate(wanted).lateral("bounded")
+        count = (
+            sa.select(sa.func.count())
+            .select_from(holder)
+            .where(is_running, holder.c.concurrency_key == wanted.c.key)
+            .correlate(wanted)
+            .scalar_subquery()
+        )
+        order = (bounded.c.priority.desc(), bounded.c.run_at, bounded.c.id)
+        placed = (
+            sa.select(
+                bounded,
+                count.label("running"),
+                sa.func.row_number()
+                .over(partition_by=bounded.c.concurrency_key, order_by=order)
+                .label("rank"),
+                sa.func.row_number().over(partition_by=bounded.c.queue, order_by=order).label("place"),
+                sa.func.row_number()
+                .over(partition_by=bounded.c.careful, order_by=order)
+                .label("careful_place"),
+            )
+            .select_from(wanted.join(bounded, sa.true()))
+            .cte("placed")
+            .prefix_with("MATERIALIZED")
+        )
+        numbers = sa.func.generate_series(sa.literal_column("1"), placed.c.running + placed.c.rank)
+        slots = numbers.table_valued(sa.column("slot", sa.Integer), name="slots").render_derived(name="slots")
+        slot = (
+            sa.select(slots.c.slot)
+            .where(
+                ~sa.select(holder.c.id)
+                .where(
+                    is_running,
+                    holder.c.concurrency_key == placed.c.concurrency_key,
+                    holder.c.concurrency_slot == slots.c.slot,
+                )
+                .correlate(placed, slots)
+                .exists()
+            )
+            .order_by(slots.c.slot)
+            .offset(placed.c.rank - 1)
+            .limit(1)
+            .correlate(placed)
+            .scalar_subquery()
+        )
+        picked = (
+            sa.select(placed.c.id, slot.label("slot"))
+            .select_from(placed.join(asked, asked.c.queue == placed.c.queue))
+            .where(
+                placed.c.place <= asked.c.number,
+                placed.c.running + placed.c.rank <= placed.c.concurrency_limit,
+                sa.or_(sa.not_(placed.c.careful), placed.c.careful_place == 1),
+            )
+            .cte("picked")
+            .prefix_with("MATERIALIZED")
+        )
+        c = self.table.c
+        own = sa.select(picked.c.slot).where(picked.c.id == c.id).correlate(self.table).scalar_subquery()
+        return self._taken(c.id == _among(sa.select(picked.c.id)), concurrency_slot=own).returning(
+            *self._returned(self.table)
+        )
+
+    # -- the lease ---------------------------------------------------------------------------------------------
+
+    def _is_running(self, c: Any) -> Any:
+        return sa.func.coalesce(c.status, sa.literal_column("''")) == sa.literal_column("'running'")
+
+    def _lock(self, rows: Any, *, skip_locked: bool = False) -> Any:
+        """Lock the running jobs named by ``rows`` (id, token, ...) that are still ours, in id order: a CTE of those rows."""
+        ordered = sa.select(rows).order_by(rows.c.id).subquery("ordered")
+        job = self.table.alias("job")
+        probe = (
+            sa.select(job.c.id)
+            .where(job.c.id == ordered.c.id, job.c.lease_token == ordered.c.token, self._is_running(job.c))
+            .with_for_update(key_share=True, skip_locked=skip_locked)
+            .correlate(ordered)
+            .lateral("probe")
+        )
+        return (
+            sa.select(ordered)
+            .select_from(ordered.join(probe, sa.true()))
+            .cte("mine")
+            .prefix_with("MATERIALIZED")
+        )
+
+    def _held(self) -> Any:
+        return _rows("held", id=("ids", sa.Uuid), token=("tokens", sa.BigInteger))
+
+    def _start(self) -> sa.Executable:
+        """Write that a careful job's handler starts now: ``id``, ``token``; returns the id while it is ours."""
+        c = self.table.c
+        return (
+            sa.update(self.table)
+            .where(
+                c.id == sa.bindparam("job_id", type_=sa.Uuid),
+                c.lease_token == sa.bindparam("token", type_=sa.BigInteger),
+                self._is_running(c),
+            )
+            .values(started_at=_NOW)
+            .returning(c.id)
+        )
+
+    def _renew(self) -> sa.Executable:
+        """Renew leases for ``lease``: ``ids`` and ``tokens``, aligned. Returns a row (id) for each that is ours.
+
+        A row that somebody has locked is left as it is and counts as ours while its token does: it is our own
+        finish, or a reaper about to change the token, which the fence will notice.
+        """
+        c = self.table.c
+        mine = self._lock(self._held(), skip_locked=True)
+        renewed = (
+            sa.update(self.table)
+            .where(c.id == _among(sa.select(mine.c.id)))
+            .values(locked_until=_NOW + sa.bindparam("lease", type_=INTERVAL))
+            .returning(c.id)
+            .cte("renewed")
+        )
+        held = self._held()
+        job = self.table.alias("job")
+        ours = sa.and_(job.c.id == held.c.id, job.c.lease_token == held.c.token)
+        return sa.select(held.c.id).select_from(held.join(job, ours)).union(sa.select(renewed.c.id))
+
+    def _complete(self) -> sa.Executable:
+        """Set jobs done: ``ids`` and ``tokens``, aligned; returns the ids of those that were still ours."""
+        c = self.table.c
+        mine = self._lock(self._held())
+        return (
+            sa.update(self.table)
+            .where(c.id == _among(sa.select(mine.c.id)))
+            .values(self._done())
+            .returning(c.id)
+        )
+
+    def _done(self) -> dict[str, Any]:
+        # The token stays: a worker whose COMMIT went unanswered knows its own work by it.
+        return {"status": "done", "finished_at": _NOW, "locked_until": None, "concurrency_slot": None}
+
+    def finish(self, generation: int) -> sa.Executable:
+        """Set one job done in its handler's transaction: ``job_id``, ``token``; one row, or it is no longer ours.
+
+        It runs on the application's engine, whose driver may prepare it. A plan that was cached while the table
+        was analyzed and empty is a sequential scan, and inserting does not invalidate it: so the text carries a
+        number that changes every minute, and with it the plan.
+        """
+        c = self.table.c
+        return (
+            sa.update(self.table)
+            .prefix_with(f"/* g{generation} */")
+            .where(
+                c.id == sa.bindparam("job_id", type_=sa.Uuid),
+                c.lease_token == sa.bindparam("token", type_=sa.BigInteger),
+                self._is_running(c),
+            )
+            .values(self._done())
+        )
+
+    def _latest_errors(self) -> Any:
+        """The errors stored so far, less the oldest where there is no room for one more."""
+        latest = sa.cast(sa.literal_column(f"'$[last - {ERRORS_KEPT - 2} to last]'"), JSONPATH)
+        return sa.func.jsonb_path_query_array(self.table.c.errors, latest)
+
+    def _settle(self) -> sa.Executable:
+        """Write how an attempt ended other than well: arrays, aligned, see the columns below.
+
+        ``status`` is what the job becomes (queued, dead, cancelled), due after ``delay``; ``returned`` attempts
+        are given back (1 for a snooze and for a job that was never started). The token changes: whoever still
+        runs the job is fenced off. The errors are bounded: the latest stay.
+        """
+        settled = _rows(
+            "settled",
+            id=("ids", sa.Uuid),
+            token=("tokens", sa.BigInteger),
+            status=("statuses", sa.Text),
+            delay=("delays", INTERVAL),
+            returned=("returned", sa.Integer),
+            error=("errors", sa.Text),
+            entry=("entries", sa.Text),
+        )
+        mine = self._lock(settled)
+        c = self.table.c
+        queued = mine.c.status == sa.literal_column("'queued'")
+        return (
+            sa.update(self.table)
+            .where(
+                c.id == _among(sa.select(mine.c.id)),
+                c.id == mine.c.id,
+            )
+            .values(
+                status=mine.c.status,
+                attempt=sa.func.greatest(0, c.attempt - mine.c.returned),
+                lease_token=c.lease_token + 1,
+                unique_held=sa.and_(c.unique_held, queued),
+                concurrency_slot=None,
+                locked_by=None,
+                locked_until=None,
+                started_at=sa.case((queued, sa.null()), else_=c.started_at),
+                run_at=sa.case((queued, _NOW + mine.c.delay), else_=c.run_at),
+                finished_at=sa.case((queued, sa.null()), else_=_NOW),
+                last_error=sa.func.coalesce(mine.c.error, c.last_error),
+                errors=sa.case(
+                    (mine.c.entry.is_(None), c.errors),
+                    else_=self._latest_errors().op("||")(sa.cast(mine.c.entry, c.errors.type)),
+                ),
+            )
+            .returning(c.id)
+        )
+
+    def _reap(self) -> sa.Executable:
+        """Take back the jobs whose lease has ended: at most ``limit``; rows (id, kind, queue, status, attempt, locked_by).
+
+        Judged and updated in one statement, under the row's lock: a job that finished, was renewed or claimed
+        again in between is not touched, and two reapers never take the same one. A job whose handler never
+        started gets its attempt back; another counts one worker lost, and is dead when that was its last attempt.
+        """
+        c = self.table.c
+        job = self.table.alias("job")
+        expired = (
+            sa.select(job.c.id, job.c.locked_by)
+            .where(
+                _status("job", "running"),
+                job.c.locked_until < _NOW,
+            )
+            .order_by(job.c.locked_until)
+            .limit(sa.bindparam("limit", type_=sa.Integer))
+            .with_for_update(key_share=True, skip_locked=True)
+            .cte("expired")
+            .prefix_with("MATERIALIZED")
+        )
+        started = c.started_at.is_not(None)
+        dead = sa.and_(started, c.attempt >= c.max_attempts)
+        error = sa.func.concat(
+            sa.literal_column("'worker lost: '"),
+            c.locked_by,
+            sa.literal_column("' let the lease run out at '"),
+            c.locked_until,
+        )
+        entry = sa.func.jsonb_build_array(
+            sa.func.jsonb_build_object(
+                sa.literal_column("'attempt'"),
+                c.attempt,
+                sa.literal_column("'at'"),
+                _NOW,
+                sa.literal_column("'error'"),
+                error,
+            )
+        )
+        was = (
+            sa.select(expired.c.locked_by).where(expired.c.id == c.id).correlate(self.table).scalar_subquery()
+        )
+        return (
+            sa.update(self.table)
+            .where(c.id == _among(sa.select(expired.c.id)))
+            .values(
+                status=sa.case((dead, sa.literal_column("'dead'")), else_=sa.literal_column("'queued'")),
+                attempt=sa.case((started, c.attempt), else_=sa.func.greatest(0, c.attempt - 1)),
+                lost=sa.case((started, c.lost + 1), else_=c.lost),
+                lease_token=c.lease_token + 1,
+                unique_held=sa.and_(c.unique_held, sa.not_(dead)),
+                concurrency_slot=None,
+                locked_by=None,
+                locked_until=None,
+                started_at=sa.case((dead, c.started_at), else_=sa.null()),
+                run_at=sa.case((dead, c.run_at), else_=sa.func.greatest(c.run_at, _NOW)),
+                finished_at=sa.case((dead, _NOW), else_=sa.null()),
+                last_error=sa.case((started, error), else_=c.last_error),
+                errors=sa.case((started, self._latest_errors().op("||")(entry)), else_=c.errors),
+            )
+            .returning(c.id, c.kind, c.queue, c.status, c.attempt, c.lost, was.label("worker"))
+        )
+
+    # -- the handler's transaction -----------------------------------------------------------------------------
+
+    def _lock_row(self) -> sa.Executable:
+        """Lock a running job that is ours for the handler's transaction: ``job_id``, ``token``; its id, or no row.
+
+        Where the snapshot is the transaction's (REPEATABLE READ, SERIALIZABLE) one heartbeat would make the final
+        UPDATE fail. While this lock is held heartbeat and reaper pass the row by: the lock is the lease.
+        """
+        c = self.table.c
+        return (
+            sa.select(c.id)
+            .where(
+                c.id == sa.bindparam("job_id", type_=sa.Uuid),
+                c.lease_token == sa.bindparam("token", type_=sa.BigInteger),
+                self._is_running(c),
+            )
+            .with_for_update(key_share=True)
+        )
+
+    def _fate(self) -> sa.Executable:
+        """Read what became of a job whose COMMIT went unanswered: ``job_id``; (status, lease_token).
+
+        With a lock: while the COMMIT is still under way a plain read would see the old row.
+        """
+        c = self.table.c
+        return (
+            sa.select(c.status, c.lease_token)
+            .where(c.id == sa.bindparam("job_id", type_=sa.Uuid))
+            .with_for_update(key_share=True)
+        )
+
+    # -- what the system looks like ----------------------------------------------------------------------------
+
+    def _summary(self) -> sa.Executable:
+        """Count jobs by queue, kind and status, with the oldest due time of those queued: one scan."""
+        c = self.table.c
+        due = sa.and_(c.status == sa.literal_column("'queued'"), c.run_at <= _NOW)
+        return sa.select(
+            c.queue,
+            c.kind,
+            c.status,
+            sa.func.count().label("jobs"),
+            sa.func.count().filter(due).label("due"),
+            (_NOW - sa.func.min(c.run_at).filter(due)).label("oldest_due_age"),
+        ).group_by(c.queue, c.kind, c.status)
