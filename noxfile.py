@@ -1,0 +1,57 @@
+"""The checks of the project: ``nox`` runs the quick ones, ``nox -s slow`` the rest. Times are for two cores."""
+
+from __future__ import annotations
+
+import nox
+
+nox.needs_version = ">=2024.10"
+nox.options.sessions = ["lint", "types", "tests", "docs"]
+nox.options.error_on_missing_interpreters = False  # the Pythons that are present are tested
+nox.options.reuse_existing_virtualenvs = True
+
+PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
+SQLALCHEMYS = {
+    "2.0.40": "sqlalchemy[asyncio]==2.0.40",
+    "2.0": "sqlalchemy[asyncio]>=2.0.40,<2.1",
+    "2.1": "sqlalchemy[asyncio]>=2.1,<2.2",
+}
+
+
+@nox.session(python=PYTHONS)
+@nox.parametrize("sqlalchemy", list(SQLALCHEMYS))
+def tests(session: nox.Session, sqlalchemy: str) -> None:
+    """Run the tests on each Python and SQLAlchemy: about 2 minutes for each pair, and half a minute to install."""
+    session.install("-e", ".[test]", SQLALCHEMYS[sqlalchemy])
+    # The types are those of the newest SQLAlchemy; the session `types` checks them.
+    session.run("pytest", "--ignore=tests/test_typing.py", *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style and format with ruff: 1 second."""
+    session.install("ruff~=0.17.6")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check the types of src, tests, tests/typing and this file with mypy: 30 seconds, 5 with a warm cache."""
+    session.install("-e", ".[test]", "nox")
+    session.run("mypy")
+    session.run("mypy", "noxfile.py")
+    session.run("pytest", "tests/test_typing.py")
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Execute every Python block of README.md and docs/, against a real database: 5 seconds."""
+    session.install("-e", ".[test]")
+    session.run("pytest", "tests/test_docs.py")
+
+
+@nox.session
+def slow(session: nox.Session) -> None:
+    """Run the tests that take long (marker `slow`): about 5 minutes."""
+    session.install("-e", ".[test]")
+    session.run("pytest", "-m", "slow", "--timeout=600", *session.posargs)

@@ -1,0 +1,1 @@
+"""What ``enlist demo`` runs: a PostgreSQL of its own and a small shop. Needs the extra ``enlist[demo]``."""
