@@ -12,8 +12,8 @@ Built once per job table and kept (building one costs more than running it). Rul
   the row from ``FOR UPDATE SKIP LOCKED``.
 - Statements on several jobs lock them in the order of their ids, so that no two can deadlock.
 - ``statement_timestamp()``, never ``now()``: late in a long transaction ``now()`` is past.
-- The running status is tested as ``coalesce(status, '')``: written plainly, the predicate of a partial index would match,
-  and under stale statistics a plan may walk all running jobs instead of probing the primary key.
+- The running status is tested as ``coalesce(status, '')``: written plainly, the predicate of a partial index would
+  match, and under stale statistics a plan may walk all running jobs instead of probing the primary key.
 """
 
 from __future__ import annotations
@@ -61,9 +61,7 @@ def _status(alias: str, status: str) -> Any:
 
 def _careful(job: Any) -> Any:
     """Whether a queued job must run by itself: a worker died running it, or this is its last attempt."""
-    return sa.or_(
-        job.c.lost > sa.literal_column("0"), job.c.attempt + sa.literal_column("1") >= job.c.max_attempts
-    )
+    return sa.or_(job.c.lost > sa.literal_column("0"), job.c.attempt + sa.literal_column("1") >= job.c.max_attempts)
 
 
 def _rows(alias: str, **columns: tuple[str, Any]) -> Any:
@@ -174,9 +172,7 @@ class Statements:
         ]
 
     def _returned(self, job: Any) -> list[Any]:
-        names = (
-            "id kind queue priority run_at attempt max_attempts lost payload meta concurrency_key lease_token"
-        )
+        names = "id kind queue priority run_at attempt max_attempts lost payload meta concurrency_key lease_token"
         return [job.c[name] for name in names.split()]
 
     def _taken(self, condition: Any, **extra: Any) -> Any:
@@ -201,9 +197,10 @@ class Statements:
         )
 
     def _claim(self) -> sa.Executable:
-        """Take due jobs, each queue in its order: ``queues`` and ``limits`` aligned, ``kinds``, ``careful``, ``worker``, ``lease``.
+        """Take due jobs, each queue in its order.
 
-        At most one careful job in all. Jobs with a concurrency key are not taken: those that look free come back
+        Parameters: ``queues`` and ``limits``, aligned; ``kinds``; ``careful``, whether such a job may be taken;
+        ``worker``; ``lease``. At most one careful job in all. Jobs with a concurrency key are not taken: those that look free come back
         with ``taken`` false, for :attr:`claim_keyed`. The inner constant LIMIT keeps the cost estimate of the outer,
         variable one independent of the table's size (a variable LIMIT counts as a tenth of the rows; JIT would
         start). The scan locks only the rows it returns: it stops at the outer limit.
@@ -339,13 +336,9 @@ class Statements:
             sa.select(
                 bounded,
                 count.label("running"),
-                sa.func.row_number()
-                .over(partition_by=bounded.c.concurrency_key, order_by=order)
-                .label("rank"),
+                sa.func.row_number().over(partition_by=bounded.c.concurrency_key, order_by=order).label("rank"),
                 sa.func.row_number().over(partition_by=bounded.c.queue, order_by=order).label("place"),
-                sa.func.row_number()
-                .over(partition_by=bounded.c.careful, order_by=order)
-                .label("careful_place"),
+                sa.func.row_number().over(partition_by=bounded.c.careful, order_by=order).label("careful_place"),
             )
             .select_from(wanted.join(bounded, sa.true()))
             .cte("placed")
@@ -394,7 +387,7 @@ class Statements:
         return sa.func.coalesce(c.status, sa.literal_column("''")) == sa.literal_column("'running'")
 
     def _lock(self, rows: Any, *, skip_locked: bool = False) -> Any:
-        """Lock the running jobs named by ``rows`` (id, token, ...) that are still ours, in id order: a CTE of those rows."""
+        """Lock the running jobs named by ``rows`` (id, token, ...) that are still ours, in id order; a CTE."""
         ordered = sa.select(rows).order_by(rows.c.id).subquery("ordered")
         job = self.table.alias("job")
         probe = (
@@ -404,12 +397,7 @@ class Statements:
             .correlate(ordered)
             .lateral("probe")
         )
-        return (
-            sa.select(ordered)
-            .select_from(ordered.join(probe, sa.true()))
-            .cte("mine")
-            .prefix_with("MATERIALIZED")
-        )
+        return sa.select(ordered).select_from(ordered.join(probe, sa.true())).cte("mine").prefix_with("MATERIALIZED")
 
     def _held(self) -> Any:
         return _rows("held", id=("ids", sa.Uuid), token=("tokens", sa.BigInteger))
@@ -429,10 +417,10 @@ class Statements:
         )
 
     def _renew(self) -> sa.Executable:
-        """Renew leases for ``lease``: ``ids`` and ``tokens``, aligned. Returns a row (id) for each that is ours.
+        """Renew leases for ``lease``: ``ids`` and ``tokens``, aligned. Returns the jobs with their tokens as they are.
 
-        A row that somebody has locked is left as it is and counts as ours while its token does: it is our own
-        finish, or a reaper about to change the token, which the fence will notice.
+        A row that somebody has locked is left as it is, and is ours while its token is: it is our own finish, or a
+        reaper about to change the token, which the fence will notice.
         """
         c = self.table.c
         mine = self._lock(self._held(), skip_locked=True)
@@ -440,30 +428,21 @@ class Statements:
             sa.update(self.table)
             .where(c.id == _among(sa.select(mine.c.id)))
             .values(locked_until=_NOW + sa.bindparam("lease", type_=INTERVAL))
-            .returning(c.id)
             .cte("renewed")
         )
-        held = self._held()
-        job = self.table.alias("job")
-        ours = sa.and_(job.c.id == held.c.id, job.c.lease_token == held.c.token)
-        return sa.select(held.c.id).select_from(held.join(job, ours)).union(sa.select(renewed.c.id))
+        return sa.select(c.id, c.lease_token).where(c.id == _any_of("ids", sa.Uuid)).add_cte(renewed)
 
     def _complete(self) -> sa.Executable:
         """Set jobs done: ``ids`` and ``tokens``, aligned; returns the ids of those that were still ours."""
         c = self.table.c
         mine = self._lock(self._held())
-        return (
-            sa.update(self.table)
-            .where(c.id == _among(sa.select(mine.c.id)))
-            .values(self._done())
-            .returning(c.id)
-        )
+        return sa.update(self.table).where(c.id == _among(sa.select(mine.c.id))).values(self._done()).returning(c.id)
 
     def _done(self) -> dict[str, Any]:
         # The token stays: a worker whose COMMIT went unanswered knows its own work by it.
         return {"status": "done", "finished_at": _NOW, "locked_until": None, "concurrency_slot": None}
 
-    def finish(self, generation: int) -> sa.Executable:
+    def finish(self, generation: int) -> sa.Update:
         """Set one job done in its handler's transaction: ``job_id``, ``token``; one row, or it is no longer ours.
 
         It runs on the application's engine, whose driver may prepare it. A plan that was cached while the table
@@ -534,7 +513,7 @@ class Statements:
         )
 
     def _reap(self) -> sa.Executable:
-        """Take back the jobs whose lease has ended: at most ``limit``; rows (id, kind, queue, status, attempt, locked_by).
+        """Take back the jobs whose lease has ended: at most ``limit``.
 
         Judged and updated in one statement, under the row's lock: a job that finished, was renewed or claimed
         again in between is not touched, and two reapers never take the same one. A job whose handler never
@@ -572,9 +551,7 @@ class Statements:
                 error,
             )
         )
-        was = (
-            sa.select(expired.c.locked_by).where(expired.c.id == c.id).correlate(self.table).scalar_subquery()
-        )
+        was = sa.select(expired.c.locked_by).where(expired.c.id == c.id).correlate(self.table).scalar_subquery()
         return (
             sa.update(self.table)
             .where(c.id == _among(sa.select(expired.c.id)))

@@ -1,4 +1,4 @@
-"""The job table, mapped: :class:`JobRecord` is the default, :class:`JobRecordMixin` maps it onto an application's Base."""
+"""The job table, mapped: :class:`JobRecord`, or :class:`JobRecordMixin` for an application's own Base."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ STORAGE_PARAMETERS: Final = {
 
 
 class JobStatus(enum.StrEnum):
-    """The life of a job. A delayed job, or one that waits for its retry, is ``QUEUED`` with ``run_at`` in the future."""
+    """The life of a job. A delayed job, or one that waits for its retry, is ``QUEUED``, its ``run_at`` to come."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -70,10 +70,10 @@ class JobStatusType(sa.types.TypeDecorator[JobStatus]):
     impl = sa.Text
     cache_ok = True
 
-    def process_bind_param(self, value: str | None, dialect: sa.Dialect) -> str | None:
+    def process_bind_param(self, value: str | None, _dialect: sa.Dialect) -> str | None:
         return None if value is None else JobStatus(value).value
 
-    def process_result_value(self, value: str | None, dialect: sa.Dialect) -> JobStatus | None:
+    def process_result_value(self, value: str | None, _dialect: sa.Dialect) -> JobStatus | None:
         return None if value is None else JobStatus(value)
 
 
@@ -129,14 +129,16 @@ class JobRecordMixin:
 
 
 @event.listens_for(JobRecordMixin, "instrument_class", propagate=True)
-def _complete_table(mapper: Mapper[Any], cls: type[JobRecordMixin]) -> None:
+def _complete_table(mapper: Mapper[Any], _class: type[JobRecordMixin]) -> None:
     """Add what declarative columns cannot say; on the mapped table, so that no ``__table_args__`` can lose it."""
     table = mapper.local_table
     if isinstance(table, sa.Table) and "enlist" not in table.info:
         table.info["enlist"] = True
         add_constraints_and_indexes(table)
-        stored = table.dialect_options["postgresql"]
-        stored["with"] = {**STORAGE_PARAMETERS, **(stored["with"] or {})}
+        # Not the dialect's own option for tables: SQLAlchemy 2.0 has none.
+        parameters = ", ".join(f"{name} = {value}" for name, value in STORAGE_PARAMETERS.items())
+        set_parameters = sa.DDL(f"ALTER TABLE %(fullname)s SET ({parameters})").execute_if(dialect="postgresql")
+        event.listen(table, "after_create", set_parameters)
 
 
 def add_constraints_and_indexes(table: sa.Table) -> None:
@@ -162,9 +164,7 @@ def add_constraints_and_indexes(table: sa.Table) -> None:
     queued_key = sa.text("status = 'queued' AND concurrency_key IS NOT NULL")
     running_key = sa.text("status = 'running' AND concurrency_key IS NOT NULL")
     # The claim, in its order.
-    sa.Index(
-        final(f"{table.name}_ready"), c.queue, c.priority.desc(), c.run_at, c.id, postgresql_where=queued
-    )
+    sa.Index(final(f"{table.name}_ready"), c.queue, c.priority.desc(), c.run_at, c.id, postgresql_where=queued)
     # The claim of a key's next job.
     sa.Index(
         final(f"{table.name}_key"),

@@ -68,9 +68,7 @@ def current_step(connection: sa.Connection, *, schema: str | None = None) -> int
     prefix = _prefix(connection, schema)
     if connection.scalar(sa.text("SELECT to_regclass(:name)"), {"name": f"{prefix}enlist_schema"}) is None:
         return 0
-    step = connection.exec_driver_sql(
-        f"SELECT coalesce(max(step), 0) FROM {prefix}enlist_schema"
-    ).scalar_one()
+    step = connection.exec_driver_sql(f"SELECT coalesce(max(step), 0) FROM {prefix}enlist_schema").scalar_one()
     return int(step)
 
 
@@ -110,16 +108,12 @@ def verify_schema(connection: sa.Connection, *, record: type[JobRecordMixin] = J
         ).scalars()
     )
     if lacking := sorted(str(index.name) for index in table.indexes if index.name not in indexes):
-        raise SchemaError(
-            f"table {name} lacks the indexes {', '.join(lacking)} (or they are invalid): {remedy}"
-        )
+        raise SchemaError(f"table {name} lacks the indexes {', '.join(lacking)} (or they are invalid): {remedy}")
     if table.name == JobRecord.__tablename__:
         step = current_step(connection, schema=table.schema)
         # 0: made by create_all(), in a test; the columns and indexes above are what counts then.
         if 0 < step < LATEST_STEP:
-            raise SchemaError(
-                f"the database is at schema step {step}, this release needs {LATEST_STEP}: {remedy}"
-            )
+            raise SchemaError(f"the database is at schema step {step}, this release needs {LATEST_STEP}: {remedy}")
 
 
 def _statements_of(step: int) -> tuple[str, ...]:
@@ -131,10 +125,7 @@ def _prefix(connection: sa.Connection, schema: str | None) -> str:
     """``"schema".``, quoted; empty for the search_path's first."""
     if schema is None:
         return ""
-    if (
-        connection.scalar(sa.text("SELECT 1 FROM pg_namespace WHERE nspname = :name"), {"name": schema})
-        is None
-    ):
+    if connection.scalar(sa.text("SELECT 1 FROM pg_namespace WHERE nspname = :name"), {"name": schema}) is None:
         raise SchemaError(f"the database {_database(connection)} has no schema {schema!r}: create it first")
     return connection.dialect.identifier_preparer.quote_schema(schema) + "."
 

@@ -36,8 +36,13 @@ STATEMENTS: Final = (
         CONSTRAINT enlist_job_attempt_check CHECK (attempt >= 0 AND max_attempts >= 1 AND lost >= 0),
         CONSTRAINT enlist_job_lease_check CHECK ((status = 'running') = (locked_until IS NOT NULL)),
         CONSTRAINT enlist_job_unique_check CHECK (NOT unique_held OR unique_key IS NOT NULL),
-        CONSTRAINT enlist_job_limit_check CHECK (concurrency_limit >= 1 AND (concurrency_key IS NULL) = (concurrency_limit IS NULL)),
-        CONSTRAINT enlist_job_slot_check CHECK (status <> 'running' OR concurrency_key IS NULL OR (concurrency_slot IS NOT NULL AND concurrency_slot BETWEEN 1 AND concurrency_limit))
+        CONSTRAINT enlist_job_limit_check CHECK (
+            concurrency_limit >= 1 AND (concurrency_key IS NULL) = (concurrency_limit IS NULL)
+        ),
+        CONSTRAINT enlist_job_slot_check CHECK (
+            status <> 'running' OR concurrency_key IS NULL
+            OR (concurrency_slot IS NOT NULL AND concurrency_slot BETWEEN 1 AND concurrency_limit)
+        )
     ) WITH (
         fillfactor = 70,
         autovacuum_vacuum_scale_factor = 0,

@@ -1,0 +1,99 @@
+"""A background loop: its own thread, survives any error, says so once, backs off, stops at once."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING, Final
+
+import tenacity
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["BACKOFF", "Backoff", "Loop"]
+
+logger = logging.getLogger("enlist.worker")
+
+BACKOFF: Final = tenacity.wait_exponential(multiplier=0.1, max=10) + tenacity.wait_random(0, 0.5)
+"""How long a loop waits after an error: 0.1 s, 0.2 s ... up to 10 s."""
+
+
+class Backoff:
+    """Counts a loop's errors in a row, logs the first of them, and says how long to wait."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._state = tenacity.RetryCallState(retry_object=tenacity.Retrying(), fn=None, args=(), kwargs={})
+        self._state.attempt_number = 0
+
+    def failed(self, error: BaseException) -> float:
+        """Note an error; return the seconds to wait. To be called in its ``except`` block."""
+        self._state.attempt_number += 1
+        if self._state.attempt_number == 1:
+            # The text of a database error may hold parameters: anybody's data.
+            logger.warning("%s failed, trying again: %s", self._what, type(error).__qualname__, exc_info=hide(error))
+        return BACKOFF(self._state)
+
+    def succeeded(self) -> None:
+        """Note that it works (again)."""
+        if self._state.attempt_number:
+            logger.info("%s works again after %d errors", self._what, self._state.attempt_number)
+            self._state.attempt_number = 0
+
+
+def hide(error: BaseException) -> BaseException:
+    """Return the error with its bound parameters left out of its text."""
+    if hasattr(error, "hide_parameters"):
+        error.hide_parameters = True
+    return error
+
+
+class Loop:
+    """Calls ``step`` every ``interval`` seconds on a daemon thread, sooner after :meth:`wake`.
+
+    :param step: the work. If it returns a number, that many seconds are waited instead of the interval.
+    """
+
+    def __init__(self, name: str, step: Callable[[], float | None], interval: float) -> None:
+        self._name = name
+        self._step = step
+        self._interval = interval
+        self._woken = threading.Event()
+        self._stop = threading.Event()
+        self._backoff = Backoff(f"the worker's {name}")
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name=f"enlist-{self._name}", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Have the next step done now; after an error, when its back-off is over."""
+        self._woken.set()
+
+    def stop(self, timeout: float | None = None) -> bool:
+        """End the loop after the step under way; return whether its thread has ended."""
+        self._stop.set()
+        self._woken.set()
+        if self._thread is None or self._thread is threading.current_thread():
+            return True
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    @property
+    def stopping(self) -> bool:
+        return self._stop.is_set()
+
+    def _run(self) -> None:
+        while not self.stopping:
+            # Cleared before the work: a wake that comes during the step is not lost.
+            self._woken.clear()
+            try:
+                wait = self._step()
+            except Exception as error:
+                self._stop.wait(self._backoff.failed(error))
+                continue
+            self._backoff.succeeded()
+            if not self.stopping:
+                self._woken.wait(self._interval if wait is None else wait)

@@ -1,0 +1,219 @@
+"""Which claimed job runs when: a worker's queues, each with its slots."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from enlist.job import Signals
+
+if TYPE_CHECKING:
+    import asyncio
+    import uuid
+    from collections.abc import Callable, Mapping
+
+    from enlist.handlers import Handler
+
+__all__ = ["Demand", "Run", "Slots"]
+
+PREFETCH_SECONDS: Final = 0.05
+"""How much work, by its measured time, a worker may have waiting beside what runs."""
+
+PREFETCH_LIMIT_SECONDS: Final = 0.02
+"""Jobs slower than this are not prefetched: the claim's round trip is nothing beside them."""
+
+PREFETCH_PER_SLOT: Final = 16
+
+SMOOTHING: Final = 0.1
+"""Weight of the latest run in a queue's measured service time."""
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """A claimed job in this worker's hands: one attempt."""
+
+    id: uuid.UUID
+    token: int
+    kind: str
+    queue: str
+    attempt: int
+    max_attempts: int
+    payload: dict[str, Any]
+    meta: dict[str, Any]
+    handler: Handler
+    keyed: bool
+    careful: bool
+    lease_ends: float
+    """By the monotonic clock."""
+    placed: float = 0.0
+    started: float = 0.0
+    abandoned: str | None = None
+    """Why what the attempt still does no longer counts."""
+    ended: bool = False
+    """Its end is known, and written or about to be."""
+    task: asyncio.Task[None] | None = None
+    """The task of an async handler."""
+    signals: Signals = field(default_factory=Signals)
+
+    def abandon(self, reason: str) -> bool:
+        """Say that the attempt no longer counts; return False if that was said before."""
+        if self.abandoned is not None:
+            return False
+        self.abandoned = reason
+        self.signals.cancel_requested = True
+        return True
+
+    def cancel_task(self) -> None:
+        """Cancel an async handler; to be called on its event loop."""
+        if self.task is not None:
+            self.task.cancel()
+
+    def __str__(self) -> str:
+        return f"job {self.id} ({self.kind}, attempt {self.attempt} of {self.max_attempts})"
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a queue can take now."""
+
+    queue: str
+    free: int
+    """Slots with nothing to do."""
+    number: int
+    """Jobs to ask for: the free slots, and what may wait beside them."""
+
+
+class _Queue:
+    def __init__(self, name: str, limit: int) -> None:
+        self.name = name
+        self.limit = limit
+        self.active = 0
+        self.waiting: deque[Run] = deque()
+        self.service_seconds: float | None = None
+        self.more = False
+        """The last claim brought all it asked for: there is probably more."""
+
+    def allowance(self) -> int:
+        """How many jobs may wait beside those that run."""
+        if not self.more or self.service_seconds is None or self.service_seconds > PREFETCH_LIMIT_SECONDS:
+            return 0
+        in_time = int(PREFETCH_SECONDS / max(self.service_seconds, 1e-6) * self.limit)
+        return min(in_time, PREFETCH_PER_SLOT * self.limit)
+
+    def demand(self) -> Demand | None:
+        free = self.limit - self.active - len(self.waiting)
+        allowance = self.allowance()
+        # Half used up, so that a claim brings many at once and not each job by itself.
+        if free <= 0 and (allowance == 0 or len(self.waiting) > allowance // 2):
+            return None
+        return Demand(self.name, max(free, 0), free + allowance)
+
+
+class Slots:
+    """The queues of a worker. Safe to use from any thread; holds its lock only for moments."""
+
+    def __init__(self, queues: Mapping[str, int], start: Callable[[Run], None], wanted: Callable[[], None]) -> None:
+        """:param start: runs a job, on whatever thread; :param wanted: called when another claim would be of use."""
+        self._lock = threading.Lock()
+        self._queues = {name: _Queue(name, limit) for name, limit in queues.items()}
+        self._start = start
+        self._wanted = wanted
+        self._careful_free = True
+        self._closed = False
+
+    @property
+    def total(self) -> int:
+        return sum(queue.limit for queue in self._queues.values())
+
+    @property
+    def careful_free(self) -> bool:
+        """Whether a careful job may be claimed: only one at a time is in a process."""
+        return self._careful_free
+
+    def demands(self) -> list[Demand]:
+        """What to claim now."""
+        with self._lock:
+            if self._closed:
+                return []
+            return [demand for queue in self._queues.values() if (demand := queue.demand()) is not None]
+
+    def place(self, runs: list[Run], asked: list[Demand]) -> list[Run]:
+        """Take claimed jobs, in their order: start those that a slot is free for, keep the others.
+
+        :return: the jobs that are not taken, because the slots were closed meanwhile.
+        """
+        now = time.monotonic()
+        starting = []
+        with self._lock:
+            if self._closed:
+                return runs
+            counts = dict.fromkeys((demand.queue for demand in asked), 0)
+            for run in runs:
+                run.placed = now
+                queue = self._queues[run.queue]
+                counts[run.queue] += 1
+                self._careful_free = self._careful_free and not run.careful
+                if queue.active < queue.limit:
+                    queue.active += 1
+                    starting.append(run)
+                else:
+                    queue.waiting.append(run)
+            for demand in asked:
+                self._queues[demand.queue].more = counts[demand.queue] >= demand.number
+        for run in starting:
+            self._start(run)
+        return []
+
+    def finished(self, run: Run) -> Run | None:
+        """Free a run's slot; return the waiting job that has it now, for the caller to run."""
+        with self._lock:
+            queue = self._queues[run.queue]
+            seconds = time.monotonic() - run.started
+            known = queue.service_seconds
+            queue.service_seconds = seconds if known is None else known + SMOOTHING * (seconds - known)
+            if run.careful:
+                self._careful_free = True
+            following = None
+            if queue.waiting and not self._closed:
+                following = queue.waiting.popleft()
+            else:
+                queue.active -= 1
+            # Others of its key, or other careful jobs, may be claimed now.
+            wanted = run.keyed or run.careful or (queue.more and queue.demand() is not None)
+        if wanted:
+            self._wanted()
+        return following
+
+    def take_back(self, waited_longer_than: float) -> list[Run]:
+        """Remove the jobs that wait for a slot for longer than some seconds."""
+        limit = time.monotonic() - waited_longer_than
+        taken = []
+        with self._lock:
+            for queue in self._queues.values():
+                while queue.waiting and queue.waiting[0].placed < limit:
+                    taken.append(queue.waiting.popleft())
+                if taken:
+                    # What was measured no longer holds.
+                    queue.service_seconds = None
+        for run in taken:
+            if run.careful:
+                self._careful_free = True
+        return taken
+
+    def close(self) -> list[Run]:
+        """Start nothing any more; return the jobs that wait for a slot."""
+        with self._lock:
+            self._closed = True
+            waiting = [run for queue in self._queues.values() for run in queue.waiting]
+            for queue in self._queues.values():
+                queue.waiting.clear()
+            return waiting
+
+    @property
+    def idle(self) -> bool:
+        """Whether no job runs or waits."""
+        with self._lock:
+            return not any(queue.active or queue.waiting for queue in self._queues.values())

@@ -1,0 +1,222 @@
+"""The registry: which function handles which kind of job, and how."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar, overload
+
+from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Session
+from tenacity.wait import wait_base
+
+from enlist._options import Duration, as_timedelta, check_name
+from enlist.exceptions import HandlerError, InvalidOption
+from enlist.job import Job
+from enlist.payload import JobPayload, options_of
+from enlist.retry import DEFAULT_WAIT
+
+__all__ = ["Handler", "HandlerRegistry"]
+
+PayloadT = TypeVar("PayloadT", bound=JobPayload)
+DataT = TypeVar("DataT")
+DataT_contra = TypeVar("DataT_contra", contravariant=True)
+SessionT = TypeVar("SessionT", bound=Session)
+AsyncSessionT = TypeVar("AsyncSessionT", bound=AsyncSession)
+
+SyncFunction = Callable[[SessionT, Job[DataT]], None]
+AsyncFunction = Callable[[AsyncSessionT, Job[DataT]], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Handler:
+    """A registered function and its options."""
+
+    kind: str
+    function: Callable[[Any, Job[Any]], Any]
+    payload_type: type[JobPayload] | None
+    is_async: bool
+    timeout_seconds: float | None
+    wait: wait_base
+    hold_lock: bool
+
+
+class HandlerDecorator(Protocol[DataT]):
+    """What :meth:`HandlerRegistry.handler` returns: it registers a function and gives it back as it was."""
+
+    @overload
+    def __call__(self, function: SyncFunction[SessionT, DataT]) -> SyncFunction[SessionT, DataT]: ...
+
+    @overload
+    def __call__(self, function: AsyncFunction[AsyncSessionT, DataT]) -> AsyncFunction[AsyncSessionT, DataT]: ...
+
+
+class HandlerRegistry:
+    """The handlers of an application. A worker claims only the kinds that its registry has.
+
+    ::
+
+        handlers = HandlerRegistry()
+
+        @handlers.handler(SendReceipt, timeout=30)
+        def send_receipt(session: Session, job: Job[SendReceipt]) -> None:
+            session.add(Receipt(order_id=job.payload.order_id))
+    """
+
+    def __init__(self) -> None:
+        self._handlers: dict[str, Handler] = {}
+
+    @overload
+    def handler(
+        self,
+        payload: type[PayloadT],
+        *,
+        timeout: Duration | None = None,
+        wait: wait_base = DEFAULT_WAIT,
+        hold_lock: bool = False,
+    ) -> HandlerDecorator[PayloadT]: ...
+
+    @overload
+    def handler(
+        self,
+        payload: str,
+        *,
+        timeout: Duration | None = None,
+        wait: wait_base = DEFAULT_WAIT,
+        hold_lock: bool = False,
+    ) -> HandlerDecorator[dict[str, Any]]: ...
+
+    def handler(
+        self,
+        payload: type[JobPayload] | str,
+        *,
+        timeout: Duration | None = None,
+        wait: wait_base = DEFAULT_WAIT,
+        hold_lock: bool = False,
+    ) -> HandlerDecorator[Any]:
+        """Register the decorated function for a kind of job.
+
+        The function takes ``(session, job)``. A plain function gets a :class:`~sqlalchemy.orm.Session` and runs on
+        a thread; an async one gets an :class:`~sqlalchemy.ext.asyncio.AsyncSession` and runs on the worker's event
+        loop. What it writes with that session commits in one transaction with the job's status. No transaction is
+        open until the function first uses the session, so slow calls go before it. It must not commit.
+
+        :param payload: the payload class, or a kind's name (then ``job.payload`` is a dict).
+        :param timeout: longest run, in seconds or as a timedelta; default none. An async function is cancelled; a
+            plain one cannot be stopped: its attempt is failed, and what it still does is rolled back.
+        :param wait: when to run again after a failure: a tenacity ``wait_*`` strategy; default exponential with
+            jitter from 5 s to 1 h.
+        :param hold_lock: lock the job's row from the session's first use to its commit. The lease cannot be lost
+            meanwhile; by itself where the session is REPEATABLE READ or SERIALIZABLE.
+        :raises HandlerError: the kind has a handler already, or the function does not take ``(session, job)``.
+        :raises InvalidOption: an option is not what it may be.
+        """
+        if isinstance(payload, str):
+            kind, payload_type = check_name("kind", payload), None
+        elif isinstance(payload, type) and issubclass(payload, JobPayload):
+            kind, payload_type = options_of(payload).kind, payload
+        else:
+            raise InvalidOption(f"a handler is registered for a JobPayload class or a kind's name, not for {payload!r}")
+        seconds = None if timeout is None else as_timedelta("timeout", timeout).total_seconds()
+        if seconds is not None and seconds <= 0:
+            raise InvalidOption(f"timeout must be more than 0 seconds, not {timeout!r}; None is no limit")
+        if not isinstance(wait, wait_base):
+            raise InvalidOption(f"wait must be a tenacity wait strategy, such as tenacity.wait_fixed(5), not {wait!r}")
+
+        def register(function: Callable[..., Any]) -> Callable[..., Any]:
+            is_async = _check_signature(kind, function)
+            self._add(Handler(kind, function, payload_type, is_async, seconds, wait, hold_lock))
+            return function
+
+        return typing.cast("HandlerDecorator[Any]", register)
+
+    def include(self, other: HandlerRegistry) -> None:
+        """Take over the handlers of another registry.
+
+        :raises HandlerError: both have a handler for a kind; then none is taken over.
+        """
+        for kind in other._handlers:
+            self._check_new(kind, other._handlers[kind].function)
+        for handler in other._handlers.values():
+            self._add(handler)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds that have a handler, sorted."""
+        return tuple(sorted(self._handlers))
+
+    def __getitem__(self, kind: str) -> Handler:
+        return self._handlers[kind]
+
+    def __contains__(self, kind: object) -> bool:
+        return kind in self._handlers
+
+    def __iter__(self) -> Iterator[Handler]:
+        return iter(self._handlers.values())
+
+    def __len__(self) -> int:
+        return len(self._handlers)
+
+    def _check_new(self, kind: str, function: Callable[..., Any]) -> None:
+        if (known := self._handlers.get(kind)) is not None:
+            raise HandlerError(
+                f"kind {kind!r} already has the handler {_name(known.function)}; {_name(function)} cannot be"
+                " registered for it too: a kind has one handler"
+            )
+
+    def _add(self, handler: Handler) -> None:
+        self._check_new(handler.kind, handler.function)
+        self._handlers[handler.kind] = handler
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', repr(function))}"
+
+
+def _check_signature(kind: str, function: Callable[..., Any]) -> bool:
+    """Return whether the function is async; refuse one that cannot be called with (session, job)."""
+    if not callable(function):
+        raise HandlerError(f"the handler of kind {kind!r} is not callable: {function!r}")
+    if isinstance(function, type):
+        raise HandlerError(
+            f"the handler {_name(function)} is a class: calling it would only make an instance; register an instance's"
+            " method"
+        )
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise HandlerError(f"the handler {_name(function)} is a generator; it must return, not yield")
+    call = type(function).__call__ if not inspect.isroutine(function) else function
+    is_async = inspect.iscoroutinefunction(inspect.unwrap(function)) or inspect.iscoroutinefunction(call)
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some callables written in C have none
+        return is_async
+    try:
+        signature.bind(object(), object())
+    except TypeError as error:
+        raise HandlerError(
+            f"the handler {_name(function)}{signature} must take two positional arguments (session, job): {error}"
+        ) from None
+    _check_session(function, signature, is_async=is_async)
+    return is_async
+
+
+def _check_session(function: Callable[..., Any], signature: inspect.Signature, *, is_async: bool) -> None:
+    """Refuse a session annotation of the other world: it would fail at the first statement, in production."""
+    first = next(iter(signature.parameters.values()))
+    annotation = first.annotation
+    if isinstance(annotation, str):
+        try:
+            annotation = typing.get_type_hints(function).get(first.name)
+        except Exception:  # names known to the type checker only
+            return
+    if not isinstance(annotation, type):
+        return
+    if is_async and issubclass(annotation, Session):
+        raise HandlerError(f"the handler {_name(function)} is async: its session is an AsyncSession, not a Session")
+    if not is_async and issubclass(annotation, AsyncSession):
+        raise HandlerError(
+            f"the handler {_name(function)} is a plain function: its session is a Session; make it `async def`"
+            " to get an AsyncSession"
+        )

@@ -1,0 +1,414 @@
+"""The worker: takes jobs from its queues, runs their handlers, and stops without losing any."""
+
+from __future__ import annotations
+
+import datetime as dt
+import logging
+import os
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Final
+
+import sqlalchemy as sa
+
+from enlist import notifier
+from enlist._claimer import Claimer
+from enlist._completer import Completer, log_lost
+from enlist._database import Database
+from enlist._driver import is_autocommit
+from enlist._engines import AsyncSessions, Bind, async_sessions, housekeeping_engine, sync_sessions
+from enlist._executor import Executor
+from enlist._leases import Heartbeat, Leases
+from enlist._listener import Listener
+from enlist._loop import Backoff
+from enlist._options import Duration, as_timedelta, check_integer, check_name
+from enlist._reaper import Reaper
+from enlist._slots import Run, Slots
+from enlist.exceptions import ConfigurationError
+from enlist.handlers import HandlerRegistry
+from enlist.migrations import verify_schema
+from enlist.models import JobRecord, JobRecordMixin
+
+__all__ = ["Worker"]
+
+logger = logging.getLogger("enlist.worker")
+
+DEFAULT_CONCURRENCY: Final = 10
+MAX_CONCURRENCY: Final = 1000
+SHORTEST_LEASE: Final = 0.1
+DRAIN_LOOK_SECONDS: Final = 0.02
+STOPPING_SECONDS: Final = 5.0
+"""For writing what is left, beside the time that handlers get."""
+
+
+class Worker:
+    """Claims jobs from queues and runs their handlers.
+
+    :param bind: where the jobs and the handlers' data are: an Engine, AsyncEngine, sessionmaker, async_sessionmaker,
+        scoped_session or async_scoped_session. Handlers get sessions made like its own.
+    :param handlers: the registry; only its kinds are claimed.
+    :param sync_bind: for plain handlers, when ``bind`` is async; default an engine derived from its URL.
+    :param async_bind: for async handlers, when ``bind`` is not async; default an engine derived from its URL.
+    :param queues: names of queues with their slots, ``{"mail": 10, "default": 20}``; or names, which get
+        ``concurrency`` slots each; default the queue ``default``.
+    :param concurrency: how many jobs of a queue run at once, where ``queues`` does not say; default 10.
+    :param lease: how long a job stays this worker's without a sign of life, in seconds or as a timedelta; default 60.
+        It is renewed three times as often. The job of a worker that died runs again after that.
+    :param poll_interval: how often the queues are looked at when nobody says that there is something; default 1 s.
+    :param shutdown_timeout: how long handlers may go on after a stop was asked for; default 30 s.
+    :param reaper_interval: how often the jobs of dead workers are looked for; default half the lease.
+    :param record: the mapped class of the jobs; default :class:`~enlist.models.JobRecord`.
+    :param lifespan: makes a context manager that is entered at the start and left at the end; what it yields is
+        ``job.resources``.
+    :raises ConfigurationError: these do not fit together.
+    :raises InvalidOption: one of them is not what it may be.
+    """
+
+    def __init__(
+        self,
+        bind: Bind,
+        handlers: HandlerRegistry,
+        *,
+        sync_bind: Bind | None = None,
+        async_bind: Bind | None = None,
+        queues: Mapping[str, int] | Sequence[str] | None = None,
+        concurrency: int = DEFAULT_CONCURRENCY,
+        lease: Duration = 60,
+        poll_interval: Duration = 1,
+        shutdown_timeout: Duration = 30,
+        reaper_interval: Duration | None = None,
+        record: type[JobRecordMixin] = JobRecord,
+        lifespan: Callable[[], AbstractContextManager[Any]] | None = None,
+    ) -> None:
+        if not isinstance(handlers, HandlerRegistry) or not len(handlers):
+            raise ConfigurationError(f"a worker needs a HandlerRegistry with at least one handler, not {handlers!r}")
+        self.name = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
+        self.handlers = handlers
+        self.queues = _check_queues(queues, concurrency)
+        self._bind, self._sync_bind, self._async_bind = bind, sync_bind, async_bind
+        self._lease = _at_least("lease", lease, SHORTEST_LEASE)
+        self._poll_seconds = _at_least("poll_interval", poll_interval, 0.01).total_seconds()
+        self._shutdown_seconds = as_timedelta("shutdown_timeout", shutdown_timeout).total_seconds()
+        reaper = self._lease / 2 if reaper_interval is None else reaper_interval
+        self._reaper_seconds = _at_least("reaper_interval", reaper, 0.01).total_seconds()
+        self._record = record
+        self._lifespan = lifespan
+        self._stop_asked = threading.Event()
+        self._stop_now = threading.Event()
+        self._running: _Running | None = None
+        # Found wrong now, not when the first job comes.
+        kinds = {handler.is_async for handler in handlers}
+        slots = sum(self.queues.values())
+        self._sync = sync_sessions(bind, sync_bind, slots) if False in kinds else None
+        self._async = async_sessions(bind, async_bind, slots) if True in kinds else None
+
+    # -- running -----------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Work until SIGTERM or SIGINT, or :meth:`stop` from another thread.
+
+        The first signal stops claiming and lets the handlers finish, for at most ``shutdown_timeout``; a second one
+        ends at once. To be called in the main thread.
+
+        :raises SchemaError: as :meth:`start`.
+        :raises ConfigurationError: as :meth:`start`, or it was not called in the main thread.
+        :raises SystemExit: with status 1, if a second signal ended it or a handler could not be stopped.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            raise ConfigurationError(
+                "Worker.run() takes signals, so it must be called in the main thread; elsewhere use start() and stop()"
+            )
+        self._stop_asked.clear()
+        self._stop_now.clear()
+        previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            self._begin()
+            self._stop_asked.wait()
+            clean = self.stop()
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+        if not clean:
+            raise SystemExit(1)
+
+    def start(self) -> None:
+        """Begin to work, on threads; return when the worker has the database. For a web application's lifespan.
+
+        While the database cannot be reached it tries again, with growing pauses, and says so once.
+
+        :raises SchemaError: the database lacks enlist's tables, or they are at an older step.
+        :raises ConfigurationError: the connections are in AUTOCOMMIT mode.
+        """
+        self._stop_asked.clear()
+        self._stop_now.clear()
+        self._begin()
+
+    def _begin(self) -> None:
+        if self._running is not None:
+            raise ConfigurationError("the worker is running already: stop it first")
+        running = _Running(self)
+        try:
+            running.open(self._stop_asked)
+        except BaseException:
+            running.close()
+            raise
+        self._running = running
+
+    def stop(self) -> bool:
+        """Stop claiming, wait for the handlers that run, write what is left, and end the threads.
+
+        What is not finished after ``shutdown_timeout`` is given back, the attempt with it; a plain handler cannot
+        be stopped: its job is left to the end of its lease.
+
+        :return: whether every handler had ended.
+        """
+        self._stop_asked.set()
+        running, self._running = self._running, None
+        if running is None:
+            return True
+        return running.stop(self._shutdown_seconds, self._stop_now)
+
+    def drain(self, timeout: Duration | None = None) -> None:
+        """Run jobs until none is due, then stop. For scripts, and for tests with connections of their own.
+
+        :param timeout: seconds after which it gives up; default none.
+        :raises TimeoutError: there still were jobs then.
+        """
+        seconds = None if timeout is None else as_timedelta("timeout", timeout).total_seconds()
+        self.start()
+        running = self._running
+        assert running is not None
+        try:
+            drained = _wait_until_drained(running.claimer, seconds)
+        finally:
+            self.stop()
+        if not drained:
+            raise TimeoutError(f"jobs were still due after {seconds:g} seconds")
+
+    def _on_signal(self, _number: int, _frame: object) -> None:
+        if self._stop_asked.is_set():
+            self._stop_now.set()
+        self._stop_asked.set()
+
+
+class _Running:
+    """The parts of a worker between its start and its stop."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._stack = ExitStack()
+        self.database = Database(housekeeping_engine(worker._bind, worker._sync_bind), worker._record)
+        self._stack.callback(self.database.close)
+        self.leases = Leases()
+        self.claimer = Claimer(
+            self.database,
+            worker.handlers,
+            self.leases,
+            worker=worker.name,
+            lease=worker._lease,
+            poll_interval=worker._poll_seconds,
+            give_back=self._give_back,
+        )
+        self.completer = Completer(self.database, self.leases, self.claimer.due_in)
+        self.claimer.all_recorded = lambda: self.completer.empty
+        plain = any(not handler.is_async for handler in worker.handlers)
+        self.executor = Executor(
+            self.database,
+            self.leases,
+            self.completer,
+            sync=worker._sync,
+            asynchronous=worker._async,
+            threads=sum(worker.queues.values()) if plain else 0,
+        )
+        self.slots = Slots(worker.queues, self.executor.start, self.claimer.wake)
+        self.claimer.slots = self.executor.slots = self.slots
+        self.heartbeat = Heartbeat(self.database, self.leases, worker._lease, self._lost)
+        self.reaper = Reaper(self.database, worker._reaper_seconds, self.claimer.wake)
+        self.listener = Listener(self.database, self._woken)
+        self._executor_open = False
+
+    # -- start -------------------------------------------------------------------------------------------------
+
+    def open(self, stop_asked: threading.Event) -> None:
+        worker = self._worker
+        backoff = Backoff("the worker's connection to the database")
+        while not stop_asked.is_set():
+            try:
+                self._check()
+            except (sa.exc.OperationalError, sa.exc.InterfaceError, OSError) as error:
+                stop_asked.wait(backoff.failed(error))
+            else:
+                break
+        if stop_asked.is_set():
+            return
+        backoff.succeeded()
+        if worker._lifespan is not None:
+            self.executor.resources = self._stack.enter_context(worker._lifespan())
+        logger.info(
+            "worker %s starts: queues %s, kinds %s",
+            worker.name,
+            ", ".join(f"{name} ({slots})" for name, slots in worker.queues.items()),
+            ", ".join(worker.handlers.kinds),
+        )
+        self.heartbeat.loop.start()
+        self.completer.loop.start()
+        self.reaper.loop.start()
+        self.listener.start()
+        unsubscribe = notifier.local.subscribe(self.database.statements.channel, self._woken)
+        self._stack.callback(unsubscribe)
+        self.claimer.loop.start()
+
+    def _check(self) -> None:
+        """Connect in every way that will be needed, and look whether it will do."""
+        worker = self._worker
+        with self.database.engine.connect() as connection:
+            verify_schema(connection, record=worker._record)
+        self.database.open()
+        if worker._sync is not None:
+            with worker._sync.engine.connect() as connection:
+                self.executor.isolation[False] = _isolation_of(connection)
+            _check_pool(worker._sync.engine, worker)
+        if not self._executor_open:
+            self._executor_open = True
+            self.executor.open()
+        if worker._async is not None:
+            self.executor.isolation[True] = self.executor.run_on_loop(_async_isolation(worker._async))
+
+    # -- while it runs -----------------------------------------------------------------------------------------
+
+    def _woken(self, queue: str) -> None:
+        if not queue or queue in self._worker.queues:
+            self.claimer.wake()
+
+    def _give_back(self, run: Run) -> None:
+        self.completer.release(run)
+
+    def _lost(self, run: Run) -> None:
+        if self.executor.abandon(run, "lease lost"):
+            self.leases.drop(run)
+            log_lost(run)
+
+    # -- stop --------------------------------------------------------------------------------------------------
+
+    def stop(self, timeout: float, stop_now: threading.Event) -> bool:
+        worker = self._worker
+        logger.info("worker %s stops: no more claims, %d jobs in hand", worker.name, len(self.leases))
+        end = time.monotonic() + timeout
+        waiting = self.slots.close()
+        self.claimer.loop.stop(STOPPING_SECONDS)
+        for run in waiting:
+            self.completer.release(run)
+        while not self.slots.idle and not stop_now.is_set() and (left := end - time.monotonic()) > 0:
+            stop_now.wait(min(left, 0.01))
+        if not self.slots.idle:
+            self._give_up()
+        self.completer.flush(STOPPING_SECONDS)
+        return self.close()
+
+    def _give_up(self) -> None:
+        """Cancel the async handlers, whose jobs are then given back; tell the plain ones."""
+        for run in self.leases.all():
+            if run.ended:
+                continue
+            if run.handler.is_async:
+                self.executor.abandon(run, "stopped")
+            else:
+                run.signals.cancel_requested = True
+        end = time.monotonic() + 1.0
+        while not self.slots.idle and time.monotonic() < end:
+            time.sleep(0.005)
+        for run in self.leases.all():
+            if not run.ended and run.abandon("stopped"):
+                logger.warning("%s cannot be stopped: it is left to the end of its lease", run)
+
+    def close(self) -> bool:
+        """End all threads and close all connections that are the worker's own; return whether handlers had ended."""
+        self.slots.close()
+        self.claimer.loop.stop(STOPPING_SECONDS)
+        self.listener.stop(STOPPING_SECONDS)
+        self.reaper.loop.stop(STOPPING_SECONDS)
+        self.completer.loop.stop(STOPPING_SECONDS)
+        self.heartbeat.loop.stop(STOPPING_SECONDS)
+        idle = self.slots.idle
+        ended = True
+        if self._executor_open:
+            ended = self.executor.close(STOPPING_SECONDS if idle else 0.1)
+        if self._worker._sync is not None:
+            self._worker._sync.close()
+        self._stack.close()
+        logger.info("worker %s has stopped", self._worker.name)
+        return idle and ended
+
+
+def _wait_until_drained(claimer: Claimer, seconds: float | None) -> bool:
+    """Have it look again and again: the poll interval is too long for somebody who waits for the end."""
+    end = None if seconds is None else time.monotonic() + seconds
+    while not claimer.drained.wait(DRAIN_LOOK_SECONDS):
+        if end is not None and time.monotonic() > end:
+            return False
+        claimer.wake()
+    return True
+
+
+def _check_queues(queues: Mapping[str, int] | Sequence[str] | None, concurrency: int) -> dict[str, int]:
+    check_integer("concurrency", concurrency, 1, MAX_CONCURRENCY)
+    if queues is None:
+        queues = ("default",)
+    if isinstance(queues, str):
+        raise ConfigurationError(f"queues must be a mapping or a list of names, not the string {queues!r}")
+    if not queues:
+        raise ConfigurationError("a worker needs at least one queue")
+    if not isinstance(queues, Mapping):
+        queues = dict.fromkeys(queues, concurrency)
+    for name, slots in queues.items():
+        check_name("queue", name)
+        check_integer(f"the slots of queue {name!r}", slots, 1, MAX_CONCURRENCY)
+    return dict(queues)
+
+
+def _at_least(name: str, value: Duration, low: float) -> dt.timedelta:
+    duration = as_timedelta(name, value)
+    if duration.total_seconds() < low:
+        raise ConfigurationError(f"{name} must be at least {low:g} seconds, not {value!r}")
+    return duration
+
+
+def _isolation_of(connection: sa.Connection) -> str:
+    """The isolation level that handlers' sessions will have.
+
+    :raises ConfigurationError: each statement would commit by itself.
+    """
+    if is_autocommit(connection):
+        raise ConfigurationError(
+            f"the engine of {connection.engine.url!r} is in AUTOCOMMIT mode: a handler's effects could not commit"
+            " together with its job's status; give the worker an engine without isolation_level='AUTOCOMMIT'"
+        )
+    return connection.get_isolation_level()
+
+
+async def _async_isolation(sessions: AsyncSessions) -> str:
+    async with sessions.engine.connect() as connection:
+        return await connection.run_sync(_isolation_of)
+
+
+def _check_pool(engine: sa.Engine, worker: Worker) -> None:
+    """Say so if handlers will have to wait for each other's connections."""
+    pool = engine.pool
+    if not isinstance(pool, sa.QueuePool):
+        return
+    most = pool.size() + pool._max_overflow if pool._max_overflow >= 0 else None
+    slots = sum(worker.queues.values())
+    if most is not None and most < slots:
+        logger.warning(
+            "worker %s has %d slots, the engine's pool at most %d connections: handlers may wait for one;"
+            " create_engine(..., pool_size=%d) gives each its own",
+            worker.name,
+            slots,
+            most,
+            slots,
+        )
