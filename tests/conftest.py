@@ -10,6 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.pool import QueuePool
 
+from enlist import notifier
 from enlist.demo.server import EmbeddedServer
 from tests.support import Observer, StatementRecorder
 from tests.support.databases import SETTINGS, Databases, databases, quick_directory
@@ -23,6 +24,7 @@ def no_leaks() -> Iterator[None]:
     """Fail the test that leaves a thread or a process behind. Connections are the affair of ``database``."""
     before = Snapshot()
     yield
+    notifier.close_all()  # it keeps its thread for some seconds, in case there is more
     if leaks := before.leaks():
         pytest.fail("the test left something behind:\n  " + "\n  ".join(leaks), pytrace=False)
 
@@ -42,6 +44,7 @@ def database(server: Databases) -> Iterator[str]:
     """
     name = server.clone()
     yield name
+    notifier.close_all()
     leaks = open_connections(server.admin, name)
     server.drop(name)
     if leaks:
@@ -53,6 +56,7 @@ def empty_database_url(server: Databases) -> Iterator[URL]:
     """The URL of a database without any tables."""
     name = server.create()
     yield server.url(name)
+    notifier.close_all()
     leaks = open_connections(server.admin, name)
     server.drop(name)
     if leaks:

@@ -9,7 +9,7 @@ import sqlalchemy as sa
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["is_autocommit", "sqlstate"]
+__all__ = ["is_autocommit", "is_known_autocommit", "sqlstate"]
 
 
 def is_autocommit(connection: sa.Connection) -> bool:
@@ -18,6 +18,16 @@ def is_autocommit(connection: sa.Connection) -> bool:
     The driver's flag tells; the name of the isolation level does not: a ``creator`` or a listener can set the flag.
     """
     return bool(getattr(connection.connection.dbapi_connection, "autocommit", False))
+
+
+def is_known_autocommit(bind: sa.Engine | sa.Connection) -> bool:
+    """Whether it shows without IO that an engine's connections, or an open one, commit each statement."""
+    if isinstance(bind, sa.Connection) and not bind.closed and not bind.invalidated:
+        return is_autocommit(bind)
+    option = bind.get_execution_options().get("isolation_level")
+    # create_engine(isolation_level=...) is kept by the dialect only.
+    level = getattr(bind.dialect, "_on_connect_isolation_level", None) if option is None else option
+    return isinstance(level, str) and level.upper() == "AUTOCOMMIT"
 
 
 def sqlstate(error: BaseException) -> str | None:

@@ -24,6 +24,7 @@ __all__ = [
     "SchemaError",
     "SessionError",
     "TransactionAborted",
+    "UniqueKeyContended",
     "WorkerLost",
 ]
 
@@ -56,6 +57,13 @@ class PayloadError(EnlistError, ValueError):
 
 class SessionError(EnlistError):
     """The session cannot carry a job: it commits by itself (AUTOCOMMIT), or has no bind for enlist's table."""
+
+
+class UniqueKeyContended(EnlistError):
+    """A unique key was held at each try to insert, and free at each look for its holder; retry the transaction.
+
+    It takes other sessions that end and start jobs of this key within milliseconds. Raised by the flush.
+    """
 
 
 class SchemaError(EnlistError):

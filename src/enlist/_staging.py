@@ -1,0 +1,293 @@
+"""Jobs in the unit of work: staged by ``enqueue``, written by the flush, gone with a rollback.
+
+A session with staged jobs has one pending object, the *marker*: an empty instance of the mapped job class. So it is
+"not clean", and SQLAlchemy itself decides when jobs are written (autoflush, ``begin_nested()``, ``prepare()``,
+``commit()``) and forgets them on rollback and close. One marker serves all jobs, since whatever is pending belongs to
+the innermost savepoint: ``begin_nested()`` flushes before it begins. (A pending object for each job works too; it
+costs 15 us a job.)
+
+The unit of work cannot INSERT ... ON CONFLICT, and what is written outside of the flush's own transaction can fail
+unnoticed: ``commit()`` would return normally with everything lost. So the marker is listed in the flush, which gives
+the flush work, and in ``after_flush``, when the domain rows have their keys, the jobs are written instead of it.
+
+The listeners are on the ``Session`` class, once: a session that has no jobs pays a dictionary look-up.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+import sqlalchemy as sa
+from sqlalchemy import event
+from sqlalchemy.orm import Session
+
+from enlist import notifier
+from enlist._driver import is_known_autocommit
+from enlist._writing import StagedJob, Target, autocommit_error, unbound_error, write
+from enlist.exceptions import SessionError
+from enlist.handle import Batch, JobState
+from enlist.models import JobRecordMixin
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sqlalchemy.orm import InstanceState, SessionTransaction, UOWTransaction
+
+__all__ = ["Stage", "stage_of"]
+
+logger = logging.getLogger("enlist")
+
+_STAGE: Final = "enlist.stage"
+_FLUSH: Final = "enlist.flush"
+_PARTIAL: Final = "enlist.partial"
+
+MAX_ROUNDS: Final = 100
+"""How often in one flush late payloads may enqueue further jobs."""
+
+
+class Stage:
+    """What enlist knows of a session; in ``session.info`` from the first job until the end of the transaction."""
+
+    __slots__ = ("batch", "batches", "committing", "home", "jobs", "marker", "writing")
+
+    def __init__(self) -> None:
+        self.jobs: list[StagedJob] = []
+        self.batch = Batch()  # of the jobs that are staged now
+        self.home: SessionTransaction | None = None  # the innermost savepoint or transaction: where they are staged
+        self.marker: object | None = None
+        self.writing = False
+        self.committing = False
+        # What was written, by the savepoint or transaction that decides over it.
+        self.batches: dict[SessionTransaction, list[Batch]] = {}
+
+
+def stage_of(session: Session, target: Target) -> Stage:
+    """Return the session's stage, ready for jobs. No IO.
+
+    :raises SessionError: the session can carry no jobs.
+    """
+    stage: Stage | None = session.info.get(_STAGE)
+    if stage is None:
+        stage = Stage()
+    if stage.marker is None and not stage.writing:
+        _check(session, target)
+        _mark(session, stage, target)
+        if stage.home is None:
+            stage.home = _boundary(session)
+        session.info[_STAGE] = stage
+    return stage
+
+
+def _check(session: Session, target: Target) -> None:
+    if not session.is_active:
+        raise SessionError(
+            "the session's transaction has failed or is being ended: call session.rollback() before the next enqueue"
+        )
+    if type(session).get_bind is not Session.get_bind:
+        return  # it may route by statement; the flush will tell
+    try:
+        bind = session.get_bind(target.mapper)
+    except sa.exc.UnboundExecutionError as error:
+        raise unbound_error(target) from error
+    if is_known_autocommit(bind):
+        raise autocommit_error()
+
+
+def _mark(session: Session, stage: Stage, target: Target) -> None:
+    """Make the session "not clean", unless its running flush is going to write the jobs anyway."""
+    flush: UOWTransaction | None = session.info.get(_FLUSH)
+    if flush is not None and flush.has_work:
+        return
+    _ = target.mapper.attrs  # configures the mapper, as the first instance made by __init__ would
+    marker = target.mapper.class_manager.new_instance()  # without the application's __init__
+    session.add(marker)
+    stage.marker = marker
+    if flush is not None:
+        _list_in_flush(flush, marker)
+
+
+# -- what SQLAlchemy does not document, tested with each version ----------------------------------------------------
+
+
+def _list_in_flush(flush: UOWTransaction, marker: object) -> None:
+    """Give the flush work without an INSERT: a state that is only listed."""
+    flush.register_object(sa.inspect(marker), listonly=True)
+
+
+def _take_out_of_flush(session: Session, flush: UOWTransaction, marker: object) -> None:
+    """Let the flush not take the marker for an object that it has made persistent."""
+    state: InstanceState[Any] = sa.inspect(marker)
+    session.expunge(marker)
+    flush.states.pop(state, None)
+
+
+# -- listeners --------------------------------------------------------------------------------------------------------
+
+
+def _before_flush(session: Session, flush: UOWTransaction, instances: object) -> None:
+    session.info[_FLUSH] = flush
+    if instances:
+        # flush([objects]), deprecated: late payloads might need others.
+        flush.attributes[_PARTIAL] = True
+        return
+    stage: Stage | None = session.info.get(_STAGE)
+    if stage is not None and stage.marker is not None:
+        _list_in_flush(flush, stage.marker)
+
+
+def _after_flush(session: Session, flush: UOWTransaction) -> None:
+    stage: Stage | None = session.info.get(_STAGE)
+    if stage is not None:
+        if _PARTIAL in flush.attributes:
+            session.info.pop(_FLUSH, None)
+            if stage.jobs and stage.marker is None:
+                _mark(session, stage, stage.jobs[0].target)
+            return
+        marker, stage.marker = stage.marker, None
+        if marker is not None:
+            _take_out_of_flush(session, flush, marker)
+        _write(session, stage)
+    session.info.pop(_FLUSH, None)
+
+
+def _write(session: Session, stage: Stage) -> None:
+    """Write what is staged. On an error the stage stays as it is: the rollback, which follows, clears it."""
+    stage.writing = True
+    rounds = 0
+    while stage.jobs:
+        rounds += 1
+        if rounds > MAX_ROUNDS:
+            raise SessionError(f"late payloads enqueue ever more jobs: stopped after {MAX_ROUNDS} rounds in one flush")
+        jobs, stage.jobs = stage.jobs, []
+        batch, stage.batch = stage.batch, Batch()
+        stage.batches.setdefault(_boundary(session), []).append(batch)
+        write(session, jobs, batch)
+        batch.state = JobState.INSERTED
+    stage.writing = False
+    stage.home = None
+
+
+def _pending_to_transient(session: Session, instance: object) -> None:
+    stage: Stage | None = session.info.get(_STAGE)
+    if stage is None or stage.marker is not instance:
+        return
+    stage.marker = None
+    # Active: the application emptied its session, expunge() or expunge_all(). An accepted job stays.
+    if stage.jobs and session.is_active:
+        _mark(session, stage, stage.jobs[0].target)
+
+
+def _before_commit(session: Session) -> None:
+    stage: Stage | None = session.info.get(_STAGE)
+    if stage is not None and session.get_nested_transaction() is None:
+        stage.committing = True
+
+
+def _after_commit(session: Session) -> None:
+    # Also called when a savepoint is released.
+    stage: Stage | None = session.info.get(_STAGE)
+    if stage is None:
+        return
+    transaction = _boundary(session)
+    batches = stage.batches.pop(transaction, [])
+    parent = transaction.parent
+    if parent is not None:
+        stage.batches.setdefault(_boundary_of(parent), []).extend(batches)
+        return
+    for batch in batches:
+        writes = batch.writes
+        batch.end(JobState.COMMITTED)
+        for write_ in writes:
+            # In a transaction still: it is another's, which the session has joined. Its commit is not seen here.
+            if write_.target.notify is not None and not write_.connection.in_transaction():
+                in_time = write_.target.notify == "transaction" and not session.twophase
+                notifier.committed(write_.connection.engine, write_.target.statements, write_.queues, notified=in_time)
+
+
+def _after_rollback(session: Session) -> None:
+    # Before the transaction's end is reported: after a failed flush that is only when the application rolls back.
+    stage: Stage | None = session.info.get(_STAGE)
+    if stage is not None:
+        _discard(session, stage, _boundary(session))
+
+
+def _after_transaction_end(session: Session, transaction: SessionTransaction) -> None:
+    # However it ended; of close() nothing else is reported.
+    info = session.info
+    parent = transaction.parent
+    if parent is not None and not transaction.nested:
+        return  # of a flush
+    if parent is None:
+        info.pop(_FLUSH, None)
+    stage: Stage | None = info.get(_STAGE)
+    if stage is None:
+        return
+    _discard(session, stage, transaction)
+    if stage.home is not None:
+        return
+    marker, stage.marker = stage.marker, None
+    if marker is not None and marker in session:
+        session.expunge(marker)
+    if parent is None:
+        del info[_STAGE]
+
+
+def _discard(session: Session, stage: Stage, transaction: SessionTransaction) -> None:
+    """End what was written or is staged in a savepoint or transaction."""
+    batches = stage.batches.pop(transaction, [])
+    state = JobState.UNKNOWN if _is_commit_lost(session, stage, transaction, batches) else JobState.DISCARDED
+    for batch in batches:
+        batch.end(state)
+    # Not so when a savepoint ends that a listener or a late payload has opened within the flush.
+    if stage.home is transaction or transaction.parent is None:
+        stage.batch.end(JobState.DISCARDED)
+        stage.batch = Batch()
+        stage.jobs.clear()
+        stage.home = None
+        stage.writing = stage.committing = False
+        session.info.pop(_FLUSH, None)
+
+
+def _is_commit_lost(session: Session, stage: Stage, transaction: SessionTransaction, batches: list[Batch]) -> bool:
+    """Whether the transaction ends because its COMMIT got no answer."""
+    if not stage.committing or transaction.parent is not None:
+        return False
+    flush: UOWTransaction | None = session.info.get(_FLUSH)
+    if stage.writing or (flush is not None and flush.has_work):
+        return False  # the flush that commit() begins with has failed: no COMMIT was sent
+    return any(write_.connection.invalidated for batch in batches for write_ in batch.writes)
+
+
+def _boundary(session: Session) -> SessionTransaction:
+    """The innermost savepoint, or else the transaction."""
+    transaction = session.get_nested_transaction() or session.get_transaction()
+    assert transaction is not None
+    return transaction
+
+
+def _boundary_of(transaction: SessionTransaction) -> SessionTransaction:
+    while transaction.parent is not None and not transaction.nested:
+        transaction = transaction.parent
+    return transaction
+
+
+def _refuse_insert(mapper: object, connection: object, record: object) -> NoReturn:
+    raise SessionError(
+        f"a {type(record).__name__} was added to the session as an object; jobs are added by"
+        " repo.enqueue(session, payload), which deduplicates them"
+    )
+
+
+_LISTENERS: Final[dict[str, Callable[..., None]]] = {
+    "before_flush": _before_flush,
+    "after_flush": _after_flush,
+    "pending_to_transient": _pending_to_transient,
+    "before_commit": _before_commit,
+    "after_commit": _after_commit,
+    "after_rollback": _after_rollback,
+    "after_transaction_end": _after_transaction_end,
+}
+for _name, _listener in _LISTENERS.items():
+    event.listen(Session, _name, _listener)
+event.listen(JobRecordMixin, "before_insert", _refuse_insert, propagate=True)

@@ -1,0 +1,94 @@
+"""What ``enqueue`` returns: the job's id, final at once, and what has become of the call."""
+
+from __future__ import annotations
+
+import enum
+import uuid
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import sqlalchemy as sa
+
+__all__ = ["Batch", "JobHandle", "JobState", "Write"]
+
+
+class JobState(enum.StrEnum):
+    """What has become of a call of ``enqueue``."""
+
+    STAGED = "staged"
+    """In the session's unit of work, not sent yet."""
+    INSERTED = "inserted"
+    """Its row is in the caller's open transaction."""
+    COMMITTED = "committed"
+    """The session has committed it. In a session joined into an outer transaction the outer one decides."""
+    DUPLICATE = "duplicate"
+    """No row was made: another job holds the unique key. Its id is :attr:`JobHandle.existing_id`."""
+    DISCARDED = "discarded"
+    """Rolled back, with its savepoint or its transaction, or the session was closed."""
+    UNKNOWN = "unknown"
+    """The connection was lost once ``commit()`` had been called: the row may be there or not."""
+
+
+@dataclass(eq=False, slots=True)
+class Write:
+    """Jobs of one flush in one table: where they went, and the queues that they went to."""
+
+    connection: sa.Connection
+    target: Any
+    queues: set[str]
+
+
+@dataclass(eq=False, slots=True)
+class Batch:
+    """The jobs of one flush. They share their fate, so a savepoint or commit is one step whatever their number."""
+
+    state: JobState = JobState.STAGED
+    writes: list[Write] = field(default_factory=list)
+
+    def end(self, state: JobState) -> None:
+        """Enter a final state; what handles keep alive from then on is this state alone."""
+        self.state = state
+        self.writes = []
+
+
+class JobHandle:
+    """A job as its producer knows it. Readable at any time, after commit and close too, with no SQL."""
+
+    __slots__ = ("__weakref__", "_batch", "_existing_id", "id")
+
+    id: uuid.UUID
+    """The job's id (UUIDv7), final at once. With ``DUPLICATE`` there is no such row."""
+
+    def __init__(self, job_id: uuid.UUID, batch: Batch) -> None:
+        self.id = job_id
+        self._batch = batch
+        self._existing_id: uuid.UUID | None = None
+
+    def refused_by(self, holder: uuid.UUID) -> None:
+        """Note the job that holds the unique key. For the flush alone."""
+        self._existing_id = holder
+
+    @property
+    def state(self) -> JobState:
+        """What has become of the call, true at the moment it is read."""
+        state = self._batch.state
+        if self._existing_id is not None and state in {JobState.INSERTED, JobState.COMMITTED}:
+            return JobState.DUPLICATE
+        return state
+
+    @property
+    def inserted(self) -> bool | None:
+        """Whether this call made a row that is (still) there: None until flushed, and when it is unknown."""
+        state = self._batch.state
+        if state in {JobState.STAGED, JobState.UNKNOWN}:
+            return None
+        return state is not JobState.DISCARDED and self._existing_id is None
+
+    @property
+    def existing_id(self) -> uuid.UUID | None:
+        """The id of the job that held the unique key at the flush; None if the key was free, or before the flush."""
+        return self._existing_id
+
+    def __repr__(self) -> str:
+        return f"<JobHandle {self.id} {self.state}>"

@@ -1,0 +1,238 @@
+"""Where an application enqueues its jobs: :class:`JobRepository`."""
+
+from __future__ import annotations
+
+import datetime as dt
+import uuid
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias, TypeVar, Unpack, cast, get_args, overload
+
+import sqlalchemy as sa
+from sqlalchemy.exc import NoInspectionAvailable
+from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
+from sqlalchemy.orm import Mapper, Session, scoped_session
+
+from enlist._encoding import DEFAULT_MAX_BYTES
+from enlist._making import ABSENT, EnqueueOptions, JobMaker
+from enlist._options import MAX_INTEGER, Duration, check_integer
+from enlist._staging import stage_of
+from enlist._statements import statements_for
+from enlist._writing import Notify, StagedJob, Target
+from enlist.exceptions import ConfigurationError, EnlistError, InvalidOption, SessionError
+from enlist.handle import JobHandle
+from enlist.models import JobRecord, JobRecordMixin
+from enlist.payload import JobPayload
+
+__all__ = ["AnySession", "EnqueueOptions", "JobRepository"]
+
+AnySession: TypeAlias = Session | AsyncSession | scoped_session[Any] | async_scoped_session[Any]
+"""What jobs can be enqueued in."""
+
+EntityT = TypeVar("EntityT")
+
+Item: TypeAlias = JobPayload | Callable[[], JobPayload] | tuple[JobPayload | Callable[[], JobPayload], EnqueueOptions]
+"""A job for :meth:`JobRepository.enqueue_many`: a payload, or a payload with options."""
+
+
+class JobRepository:
+    """Enqueues jobs in the caller's transaction. Make one, use it everywhere: it holds no connection and no session.
+
+    :param record: the mapped class of the jobs; default :class:`~enlist.models.JobRecord`, the table ``enlist_job``.
+    :param notify: how workers learn of a new job without waiting for their next poll.
+
+        - ``"after_commit"``, the default: once the session has committed, on a connection of enlist's own, at most one
+          NOTIFY per queue and 50 ms. Costs the transaction nothing. Not for a session that has joined a transaction
+          begun outside of it: when that commits is not seen.
+        - ``"transaction"``: by the transaction itself. Its COMMIT then takes a lock that is one for the whole server,
+          which halves the commits per second under load. In a two-phase session, which PostgreSQL does not let notify,
+          this is the same as ``"after_commit"``.
+        - ``None``: not at all, workers poll.
+    :param max_payload_bytes: the longest payload, and the longest ``meta``, in bytes of JSON; default 1 MiB.
+    :raises ConfigurationError: ``record`` is not a mapped class with :class:`~enlist.models.JobRecordMixin`.
+    :raises InvalidOption: ``notify`` or ``max_payload_bytes`` is none of these.
+    """
+
+    def __init__(
+        self,
+        record: type[JobRecordMixin] = JobRecord,
+        *,
+        notify: Notify = "after_commit",
+        max_payload_bytes: int = DEFAULT_MAX_BYTES,
+    ) -> None:
+        known = [*get_args(get_args(Notify)[0]), None]
+        if notify not in known:
+            raise InvalidOption(f"notify must be one of {known}, not {notify!r}")
+        self.record = record
+        max_bytes = check_integer("max_payload_bytes", max_payload_bytes, 1, MAX_INTEGER)
+        mapper = _mapper_of(record)
+        table = mapper.local_table
+        assert isinstance(table, sa.Table)
+        self._target = Target(mapper, statements_for(table), notify)
+        self._maker = JobMaker(self._target, max_bytes)
+
+    @overload
+    def enqueue(self, session: AnySession, payload: JobPayload, /, **options: Unpack[EnqueueOptions]) -> JobHandle: ...
+    @overload
+    def enqueue(
+        self, session: AnySession, payload: Callable[[], JobPayload], /, **options: Unpack[EnqueueOptions]
+    ) -> JobHandle: ...
+    @overload
+    def enqueue(
+        self,
+        session: AnySession,
+        payload: Callable[[EntityT], JobPayload],
+        /,
+        *,
+        of: EntityT,
+        **options: Unpack[EnqueueOptions],
+    ) -> JobHandle: ...
+    @overload
+    def enqueue(
+        self,
+        session: AnySession,
+        kind: str,
+        data: dict[str, Any] | Callable[[], dict[str, Any]],
+        /,
+        **options: Unpack[EnqueueOptions],
+    ) -> JobHandle: ...
+    @overload
+    def enqueue(
+        self,
+        session: AnySession,
+        kind: str,
+        data: Callable[[EntityT], dict[str, Any]],
+        /,
+        *,
+        of: EntityT,
+        **options: Unpack[EnqueueOptions],
+    ) -> JobHandle: ...
+    def enqueue(
+        self,
+        session: AnySession,
+        payload: Any,
+        data: Any = ABSENT,
+        /,
+        *,
+        of: Any = ABSENT,
+        queue: str | None = None,
+        priority: int | None = None,
+        run_at: dt.datetime | None = None,
+        delay: Duration | None = None,
+        unique_key: str | None = None,
+        concurrency_key: str | None = None,
+        concurrency_limit: int | None = None,
+        max_attempts: int | None = None,
+        meta: dict[str, Any] | None = None,
+    ) -> JobHandle:
+        """Stage a job in the session's unit of work: it commits with the session's rows, or is gone with them.
+
+        No IO, and never blocks; so it is the same plain call for every kind of session. The row is written by the
+        session's next flush, after the domain rows. The payload is one of
+
+        - an instance of a :class:`~enlist.JobPayload` class;
+        - a function that returns one, called by the flush when new rows have their keys, with the object given as
+          ``of=`` (which is bound now: safe in a loop) or with nothing;
+        - a kind's name and a dict of JSON's types (or a function that returns one), for handlers elsewhere.
+
+        Options of the call beat those of the payload class, which beat the defaults. All are checked here, before any
+        SQL: after an error the transaction is as it was.
+
+        :param session: a Session, AsyncSession, scoped_session or async_scoped_session.
+        :param queue: at most 200 bytes; default ``"default"``.
+        :param priority: -32768 to 32767, higher is run first; default 0.
+        :param run_at: an aware datetime before which the job is not run; default the server's time at the flush.
+        :param delay: the same as seconds or a timedelta, from the server's time at the flush.
+        :param unique_key: while a job of this kind holds the key, no other is made; at most 2,000 bytes. A flush that
+            meets a key of another transaction, not committed yet, waits for its end (see ``lock_timeout``).
+        :param concurrency_key: of the jobs with this key at most ``concurrency_limit`` run at a time.
+        :param concurrency_limit: 1 to 32767; default 1.
+        :param max_attempts: how often the job is tried before it is dead, at least 1; default 20.
+        :param meta: a dict of JSON's types for the application's own use; the handler reads it as ``job.meta``.
+        :raises PayloadError: the payload cannot be stored, or not read back equal. For a late payload the flush raises
+            it, and fails.
+        :raises InvalidOption: an option is outside of what it may be.
+        :raises SessionError: the session cannot carry a job: AUTOCOMMIT, no bind for the table, or its transaction has
+            failed. What only shows on the connection is raised by the flush.
+        """
+        sync = _sync_session(session)
+        job = self._maker.make(
+            payload,
+            data,
+            of=of,
+            queue=queue,
+            priority=priority,
+            run_at=run_at,
+            delay=delay,
+            unique_key=unique_key,
+            concurrency_key=concurrency_key,
+            concurrency_limit=concurrency_limit,
+            max_attempts=max_attempts,
+            meta=meta,
+        )
+        stage = stage_of(sync, self._target)
+        job.handle = JobHandle(job.id, stage.batch)
+        stage.jobs.append(job)
+        return job.handle
+
+    def enqueue_many(self, session: AnySession, items: Iterable[Item]) -> list[JobHandle]:
+        """Stage many jobs, as :meth:`enqueue` does each; all or, when one is refused, none.
+
+        :param items: payloads, or pairs of a payload and its options: ``(payload, {"unique_key": "receipt:1"})``.
+        :return: the handles, in the order of the items.
+        :raises PayloadError: as from :meth:`enqueue`; the message begins with the item, ``items[3]``.
+        :raises InvalidOption: likewise.
+        :raises SessionError: likewise.
+        """
+        sync = _sync_session(session)
+        jobs: list[StagedJob] = []
+        for index, item in enumerate(items):
+            try:
+                jobs.append(self._maker.from_item(item))
+            except EnlistError as error:
+                raise type(error)(f"items[{index}]: {error}") from error.__cause__
+        if not jobs:
+            return []
+        stage = stage_of(sync, self._target)
+        batch = stage.batch
+        handles = []
+        for job in jobs:
+            job.handle = handle = JobHandle(job.id, batch)
+            handles.append(handle)
+        stage.jobs += jobs
+        return handles
+
+    def get(self, session: Session | scoped_session[Any], job_id: uuid.UUID) -> JobRecord | None:
+        """Read a job in the session's transaction, as it is now; None if there is none of this id.
+
+        With an AsyncSession: ``await session.run_sync(repo.get, job_id)``.
+        """
+        if isinstance(session, (AsyncSession, async_scoped_session)):
+            raise SessionError("repo.get() reads: with an AsyncSession await session.run_sync(repo.get, job_id)")
+        statement = sa.select(self.record).where(self._target.mapper.local_table.c.id == job_id)
+        found = session.scalars(statement, execution_options={"populate_existing": True}).one_or_none()
+        return cast("JobRecord | None", found)
+
+
+def _mapper_of(record: Any) -> Mapper[Any]:
+    try:
+        mapper = sa.inspect(record) if issubclass(record, JobRecordMixin) else None
+    except (TypeError, NoInspectionAvailable):
+        mapper = None
+    if not isinstance(mapper, Mapper):
+        raise ConfigurationError(
+            f"record must be a mapped class: class AppJob(JobRecordMixin, Base) with a __tablename__, not {record!r}"
+        )
+    return mapper
+
+
+def _sync_session(session: Any) -> Session:
+    if isinstance(session, (scoped_session, async_scoped_session)):
+        session = session.registry()
+    if isinstance(session, AsyncSession):
+        session = session.sync_session
+    if not isinstance(session, Session):
+        raise SessionError(
+            "jobs are enqueued in a Session, AsyncSession, scoped_session or async_scoped_session, not in a"
+            f" {type(session).__name__}; of a sessionmaker make a session first"
+        )
+    return session

@@ -1,0 +1,1 @@
+"""Programs for worker processes; see ``tests.support.process``."""
