@@ -175,7 +175,7 @@ class Statements:
         names = "id kind queue priority run_at attempt max_attempts lost payload meta concurrency_key lease_token"
         return [job.c[name] for name in names.split()]
 
-    def _taken(self, condition: Any, **extra: Any) -> Any:
+    def _taken(self, condition: Any, **extra: Any) -> sa.Update:
         """The UPDATE that makes claimed jobs this worker's.
 
         A careful job stays without ``started_at`` until just before its handler: should the process die earlier,
@@ -200,8 +200,8 @@ class Statements:
         """Take due jobs, each queue in its order.
 
         Parameters: ``queues`` and ``limits``, aligned; ``kinds``; ``careful``, whether such a job may be taken;
-        ``worker``; ``lease``. At most one careful job in all. Jobs with a concurrency key are not taken: those that look free come back
-        with ``taken`` false, for :attr:`claim_keyed`. The inner constant LIMIT keeps the cost estimate of the outer,
+        ``worker``; ``lease``. At most one careful job in all. Jobs with a concurrency key are not taken: those that
+        look free come back with ``taken`` false, for :attr:`claim_keyed`. The inner constant LIMIT keeps the cost estimate of the outer,
         variable one independent of the table's size (a variable LIMIT counts as a tenth of the rows; JIT would
         start). The scan locks only the rows it returns: it stops at the outer limit.
         """

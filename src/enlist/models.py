@@ -137,8 +137,8 @@ def _complete_table(mapper: Mapper[Any], _class: type[JobRecordMixin]) -> None:
         add_constraints_and_indexes(table)
         # Not the dialect's own option for tables: SQLAlchemy 2.0 has none.
         parameters = ", ".join(f"{name} = {value}" for name, value in STORAGE_PARAMETERS.items())
-        set_parameters = sa.DDL(f"ALTER TABLE %(fullname)s SET ({parameters})").execute_if(dialect="postgresql")
-        event.listen(table, "after_create", set_parameters)
+        statement = f"ALTER TABLE %(fullname)s SET ({parameters})"
+        event.listen(table, "after_create", sa.DDL(statement))  # type: ignore[no-untyped-call]
 
 
 def add_constraints_and_indexes(table: sa.Table) -> None:

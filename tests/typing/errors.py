@@ -31,7 +31,7 @@ handlers = HandlerRegistry()
 async def async_with_a_sync_session(session: Session, job: Job[SendReceipt]) -> None: ...
 
 
-@handlers.handler(SendReceipt)  # E: incompatible type
+@handlers.handler(SendReceipt)  # E: cannot be "AsyncSession"
 def plain_with_an_async_session(session: AsyncSession, job: Job[SendReceipt]) -> None: ...
 
 
@@ -74,10 +74,9 @@ def enqueue(repo: JobRepository, session: Session, order: Order, anything: Any) 
     repo.enqueue(session, "kind")  # E: No overload variant
     repo.enqueue(session, SendReceipt(order_id=1), {"a": 1})  # E: No overload variant
     repo.enqueue(session, SendReceipt(order_id=1), of=order)  # E: No overload variant
-    repo.enqueue(session, lambda o: SendReceipt(order_id=o.id))  # E: No overload variant
-    repo.enqueue(session, lambda o: o.id, of=order)  # E: No overload variant
+    repo.enqueue(session, lambda o: SendReceipt(order_id=o.id))  # E: incompatible type
+    repo.enqueue(session, lambda o: o.id, of=order)  # E: incompatible type
     repo.enqueue(session, SendReceipt(order_id=1), prio=5)  # E: No overload variant
-    repo.enqueue(session, SendReceipt(order_id=1), unique_until="later")  # E: No overload variant
 
 
 def workers(engine: Engine) -> None:
