@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from enlist._loop import Loop, hide
+from enlist._driver import brief
+from enlist._loop import Loop
 from enlist._slots import Demand, Run, Slots
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class Claimer:
         self._due_lock = threading.Lock()
         self._due: list[float] = []
         self._contended = False
+        self._unanswered = False
         self.drained = threading.Event()
         """Set when a claim found nothing while nothing was running."""
         self.all_recorded: Callable[[], bool] = lambda: True
@@ -83,7 +85,10 @@ class Claimer:
         if not demands:
             return self._poll_interval
         nothing_ran = self.slots.idle and self.all_recorded()
+        self._give_back_unheld()
+        self._unanswered = True
         runs = self.claim(demands)
+        self._unanswered = False
         for run in self.slots.place(runs, demands):
             self._give_back(run)
         if runs:
@@ -93,6 +98,15 @@ class Claimer:
         if nothing_ran and not self._contended:
             self.drained.set()
         return self._next_wait()
+
+    def _give_back_unheld(self) -> None:
+        """After a claim that failed: it may have been carried out, its answer lost."""
+        if not self._unanswered:
+            return
+        held = [run.id for run in self._leases.all()]
+        rows = self._database.execute(self._database.statements.disown, {"worker": self._worker, "ids": held})
+        if rows:
+            logger.warning("%d jobs of a claim whose answer was lost are given back", len(rows))
 
     def _next_wait(self) -> float:
         if self._contended:  # another worker was at the same key in that moment
@@ -131,7 +145,7 @@ class Claimer:
                 keyed = self._claim_keyed(keys, demands, runs, parameters)
             except SQLAlchemyError as error:
                 # What has been claimed already must not be lost with it.
-                logger.warning("jobs with a concurrency key could not be claimed", exc_info=hide(error))
+                logger.warning("jobs with a concurrency key could not be claimed: %s", brief(error))
                 keyed = []
             more = [self._run(row, asked) for row in keyed]
             for run in more:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import psycopg
 import sqlalchemy as sa
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["is_autocommit", "is_known_autocommit", "sqlstate"]
+__all__ = ["brief", "is_autocommit", "is_known_autocommit", "sqlstate", "trace"]
 
 
 def is_autocommit(connection: sa.Connection) -> bool:
@@ -40,6 +41,18 @@ def sqlstate(error: BaseException) -> str | None:
         if isinstance(code, str):
             return code
     return None
+
+
+def brief(error: BaseException) -> str:
+    """Return an error's class and message. Of a database error without the statement and its parameters."""
+    if isinstance(error, sa.exc.DBAPIError) and error.orig is not None:
+        return f"{type(error).__name__} ({type(error.orig).__name__}): {str(error.orig).strip()}"
+    return f"{type(error).__name__}: {error}"
+
+
+def trace(error: BaseException) -> BaseException | None:
+    """Return the error if its traceback is worth a log's space: a database's trouble is said in a line."""
+    return None if isinstance(error, (sa.exc.SQLAlchemyError, psycopg.Error, OSError)) else error
 
 
 def _origins(error: BaseException) -> Iterator[BaseException]:

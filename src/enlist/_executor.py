@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import sqlalchemy as sa
 
 from enlist._completer import Completer, Settlement, log_lost
-from enlist._driver import sqlstate
-from enlist._loop import Loop, hide
+from enlist._driver import brief, sqlstate, trace
+from enlist._loop import Loop
 from enlist._session import Guard, GuardedSession, finish
 from enlist._threads import Threads
 from enlist.exceptions import HandlerTimeout, LeaseLost
@@ -45,6 +45,10 @@ CONFLICTS: Final = frozenset({"40001", "40P01"})
 """Serialization failure, deadlock: the handler is run again, in the same attempt."""
 
 RERUNS: Final = 3
+
+IDLE_IN_TRANSACTION: Final = "25P03"
+"""The server cut a transaction that had been idle too long: it would do so again."""
+
 LONGEST_RERUN_WAIT: Final = 0.1
 
 
@@ -218,7 +222,7 @@ class Executor:
         try:
             rows = self._database.execute(self._database.statements.start, {"job_id": run.id, "token": run.token})
         except sa.exc.SQLAlchemyError as error:
-            logger.warning("%s: its start could not be written, it is given back", run, exc_info=hide(error))
+            logger.warning("%s: its start could not be written, it is given back: %s", run, brief(error))
             self._completer.release(run)
             return False
         if not rows:
@@ -324,10 +328,11 @@ class Executor:
         if guard.ours and self._landed(run):
             # COMMIT was sent, and its answer lost, or a listener raised after it.
             run.ended = True
-            logger.warning("%s: committed, though its COMMIT raised", run, exc_info=hide(error))
+            logger.warning("%s: committed, though its COMMIT raised %s", run, brief(error), exc_info=trace(error))
             self._leases.drop(run)
             return None
-        if isinstance(error, sa.exc.DBAPIError) and sqlstate(error) in CONFLICTS and rerun < RERUNS:
+        if rerun < _reruns(error):
+            logger.info("%s is run again in the same attempt: %s", run, brief(error))
             return random.uniform(0, LONGEST_RERUN_WAIT * 2**rerun)  # noqa: S311
         if isinstance(error, Snooze):
             self._completer.settle(Settlement(run, JobStatus.QUEUED, error.delay, returned=1))
@@ -404,6 +409,16 @@ class Executor:
 def _finish(session: Session) -> bool:
     assert isinstance(session, GuardedSession)
     return finish(session)
+
+
+def _reruns(error: BaseException) -> int:
+    """How often a handler may be run again in the same attempt after an error that is not of its making."""
+    if not isinstance(error, sa.exc.DBAPIError):
+        return 0
+    if sqlstate(error) in CONFLICTS:
+        return RERUNS
+    # Once: the pool gave out a connection that had died in it, or the server was restarted.
+    return 1 if error.connection_invalidated and sqlstate(error) != IDLE_IN_TRANSACTION else 0
 
 
 def _timed_out(run: Run) -> HandlerTimeout:

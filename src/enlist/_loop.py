@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Final
 
 import tenacity
 
+from enlist._driver import brief, trace
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -31,8 +33,7 @@ class Backoff:
         """Note an error; return the seconds to wait. To be called in its ``except`` block."""
         self._state.attempt_number += 1
         if self._state.attempt_number == 1:
-            # The text of a database error may hold parameters: anybody's data.
-            logger.warning("%s failed, trying again: %s", self._what, type(error).__qualname__, exc_info=hide(error))
+            logger.warning("%s failed, trying again: %s", self._what, brief(error), exc_info=trace(error))
         return BACKOFF(self._state)
 
     def succeeded(self) -> None:
@@ -40,13 +41,6 @@ class Backoff:
         if self._state.attempt_number:
             logger.info("%s works again after %d errors", self._what, self._state.attempt_number)
             self._state.attempt_number = 0
-
-
-def hide(error: BaseException) -> BaseException:
-    """Return the error with its bound parameters left out of its text."""
-    if hasattr(error, "hide_parameters"):
-        error.hide_parameters = True
-    return error
 
 
 class Loop:

@@ -96,6 +96,7 @@ class Statements:
         self.claim_keyed = self._claim_keyed()
         self.start = self._start()
         self.renew = self._renew()
+        self.disown = self._disown()
         self.complete = self._complete()
         self.settle = self._settle()
         self.reap = self._reap()
@@ -201,9 +202,9 @@ class Statements:
 
         Parameters: ``queues`` and ``limits``, aligned; ``kinds``; ``careful``, whether such a job may be taken;
         ``worker``; ``lease``. At most one careful job in all. Jobs with a concurrency key are not taken: those that
-        look free come back with ``taken`` false, for :attr:`claim_keyed`. The inner constant LIMIT keeps the cost estimate of the outer,
-        variable one independent of the table's size (a variable LIMIT counts as a tenth of the rows; JIT would
-        start). The scan locks only the rows it returns: it stops at the outer limit.
+        look free come back with ``taken`` false, for :attr:`claim_keyed`. The inner constant LIMIT keeps the cost
+        estimate of the outer, variable one independent of the table's size (a variable LIMIT counts as a tenth of
+        the rows; JIT would start). The scan locks only the rows it returns: it stops at the outer limit.
         """
         asked = _rows("asked", queue=("queues", sa.Text), number=("limits", sa.Integer))
         job = self.table.alias("job")
@@ -431,6 +432,40 @@ class Statements:
             .cte("renewed")
         )
         return sa.select(c.id, c.lease_token).where(c.id == _any_of("ids", sa.Uuid)).add_cte(renewed)
+
+    def _disown(self) -> sa.Executable:
+        """Give back what ``worker`` has in the table but not in hand: all its running jobs but ``ids``.
+
+        After a claim whose answer was lost. They never started, so their attempts are returned. The scan is of all
+        running jobs; it is rare.
+        """
+        c = self.table.c
+        job = self.table.alias("job")
+        unheld = (
+            sa.select(job.c.id)
+            .where(
+                _status("job", "running"),
+                job.c.locked_by == sa.bindparam("worker", type_=sa.Text),
+                job.c.id != sa.all_(sa.cast(_array("ids", sa.Uuid), ARRAY(sa.Uuid))),
+            )
+            .with_for_update(key_share=True, skip_locked=True)
+            .cte("unheld")
+            .prefix_with("MATERIALIZED")
+        )
+        return (
+            sa.update(self.table)
+            .where(c.id == _among(sa.select(unheld.c.id)))
+            .values(
+                status="queued",
+                attempt=sa.func.greatest(0, c.attempt - 1),
+                lease_token=c.lease_token + 1,
+                concurrency_slot=None,
+                locked_by=None,
+                locked_until=None,
+                started_at=None,
+            )
+            .returning(c.id)
+        )
 
     def _complete(self) -> sa.Executable:
         """Set jobs done: ``ids`` and ``tokens``, aligned; returns the ids of those that were still ours."""

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import sqlalchemy as sa
+from pydantic import ValidationError
 
 from enlist._driver import is_autocommit, sqlstate
+from enlist._encoding import describe_invalid
 from enlist._statements import INSERT_LIMIT, Statements
 from enlist.exceptions import EnlistError, PayloadError, SchemaError, SessionError, UniqueKeyContended
 from enlist.handle import Batch, JobHandle, Write
@@ -146,6 +148,10 @@ def _resolved(job: StagedJob) -> Content:
         raise
     except EnlistError as error:
         raise PayloadError(f"late payload of the enqueue at {content.source}: {error}") from error
+    except ValidationError as error:
+        raise PayloadError(
+            f"late payload of the enqueue at {content.source} does not fit {error.title}: {describe_invalid(error)}"
+        ) from error
     except Exception as error:
         raise PayloadError(
             f"late payload of the enqueue at {content.source} could not be made: {type(error).__name__}: {error}"

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Final
 import tenacity
 from sqlalchemy.exc import StatementError
 
+from enlist._driver import brief
+
 if TYPE_CHECKING:
     from tenacity.wait import wait_base
 
@@ -79,7 +81,7 @@ def describe(error: BaseException) -> str:
 def summarize(error: BaseException) -> str:
     """Return an error's class and message, on a line."""
     try:
-        text = "".join(traceback.format_exception_only(error)).strip()
+        text = brief(error)
     except Exception:  # a hostile __str__
         text = type(error).__qualname__
     return storable(text, MAX_SUMMARY_CHARACTERS)

@@ -66,7 +66,8 @@ def migrate(connection: sa.Connection, *, to: int | None = None, schema: str | N
 def current_step(connection: sa.Connection, *, schema: str | None = None) -> int:
     """Return the step that the database is at; 0 when it has no enlist tables."""
     prefix = _prefix(connection, schema)
-    if connection.scalar(sa.text("SELECT to_regclass(:name)"), {"name": f"{prefix}enlist_schema"}) is None:
+    name = _undoubled(f"{prefix}enlist_schema")
+    if connection.scalar(sa.text("SELECT to_regclass(:name)"), {"name": name}) is None:
         return 0
     step = connection.exec_driver_sql(f"SELECT coalesce(max(step), 0) FROM {prefix}enlist_schema").scalar_one()
     return int(step)
@@ -80,7 +81,7 @@ def verify_schema(connection: sa.Connection, *, record: type[JobRecordMixin] = J
     """
     table = sa.inspect(record).local_table
     assert isinstance(table, sa.Table)
-    name = connection.dialect.identifier_preparer.format_table(table)
+    name = _undoubled(connection.dialect.identifier_preparer.format_table(table))
     if record is JobRecord or table.name == JobRecord.__tablename__:
         remedy = "run `enlist migrate`, or enlist.migrations.migrate(connection)"
     else:
@@ -128,6 +129,11 @@ def _prefix(connection: sa.Connection, schema: str | None) -> str:
     if connection.scalar(sa.text("SELECT 1 FROM pg_namespace WHERE nspname = :name"), {"name": schema}) is None:
         raise SchemaError(f"the database {_database(connection)} has no schema {schema!r}: create it first")
     return connection.dialect.identifier_preparer.quote_schema(schema) + "."
+
+
+def _undoubled(name: str) -> str:
+    """A quoted name as a parameter's value: in a statement's text the driver has ``%`` doubled."""
+    return name.replace("%%", "%")
 
 
 def _database(connection: sa.Connection) -> str:

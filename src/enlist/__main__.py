@@ -1,0 +1,5 @@
+"""``python -m enlist`` is the ``enlist`` command."""
+
+from enlist.cli import main
+
+main()

@@ -1,0 +1,196 @@
+"""From the arguments of ``enqueue`` to a job that can be staged: everything is checked here, nothing is sent."""
+
+from __future__ import annotations
+
+import datetime as dt
+import inspect
+import sys
+import uuid
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple, TypedDict
+
+from enlist._encoding import encode_data
+from enlist._options import (
+    MAX_INTEGER,
+    Duration,
+    as_instant,
+    as_timedelta,
+    check_integer,
+    check_key,
+    check_name,
+)
+from enlist._uuid7 import uuid7
+from enlist._writing import Content, LatePayload, StagedJob, Target
+from enlist.exceptions import InvalidOption, PayloadError
+from enlist.handle import Batch, JobHandle
+from enlist.models import MAX_SMALLINT, PRIORITY_RANGE
+from enlist.payload import JobPayload, PayloadOptions, encode, options_of
+
+__all__ = ["ABSENT", "EnqueueOptions", "JobMaker"]
+
+ABSENT: Final[Any] = object()
+"""An argument that was not given, where None may be meant."""
+
+_NOT_STAGED: Final = JobHandle(uuid.UUID(int=0), Batch())
+
+
+_DEFAULTS: Final = PayloadOptions()
+
+
+class EnqueueOptions(TypedDict, total=False):
+    """The options of :meth:`JobRepository.enqueue`, which describes them; None counts as not given."""
+
+    queue: str | None
+    priority: int | None
+    run_at: dt.datetime | None
+    delay: Duration | None
+    unique_key: str | None
+    concurrency_key: str | None
+    concurrency_limit: int | None
+    max_attempts: int | None
+    meta: dict[str, Any] | None
+
+
+class _Overrides(NamedTuple):
+    """What the call says instead of the payload's class."""
+
+    queue: str | None
+    priority: int | None
+    max_attempts: int | None
+
+
+class JobMaker:
+    """Makes the jobs of one repository."""
+
+    def __init__(self, target: Target, max_bytes: int) -> None:
+        self._target = target
+        self._max_bytes = max_bytes
+
+    def from_item(self, item: Any) -> StagedJob:
+        """Make a job of a payload, or of a pair of a payload and its options."""
+        if not isinstance(item, tuple):
+            return self.make(item)
+        if len(item) != 2:
+            raise InvalidOption(f"an item is a payload or a pair (payload, options), not a tuple of {len(item)}")
+        payload, options = item
+        if not isinstance(options, Mapping):
+            raise InvalidOption(f"the options of an item must be a dict, not {options!r}")
+        if unknown := options.keys() - EnqueueOptions.__annotations__.keys():
+            known = ", ".join(EnqueueOptions.__annotations__)
+            raise InvalidOption(f"unknown option {min(unknown, key=repr)!r}: the options are {known}")
+        return self.make(payload, **options)
+
+    def make(
+        self,
+        payload: Any,
+        data: Any = ABSENT,
+        *,
+        of: Any = ABSENT,
+        queue: str | None = None,
+        priority: int | None = None,
+        run_at: dt.datetime | None = None,
+        delay: Duration | None = None,
+        unique_key: str | None = None,
+        concurrency_key: str | None = None,
+        concurrency_limit: int | None = None,
+        max_attempts: int | None = None,
+        meta: dict[str, Any] | None = None,
+    ) -> StagedJob:
+        """Make a job of the arguments of ``enqueue``, and check everything that can be checked now."""
+        if queue is not None:
+            check_name("queue", queue)
+        if priority is not None:
+            check_integer("priority", priority, *PRIORITY_RANGE)
+        if max_attempts is not None:
+            check_integer("max_attempts", max_attempts, 1, MAX_INTEGER)
+        if run_at is not None:
+            run_at = as_instant("run_at", run_at)
+            if delay is not None:
+                raise InvalidOption(f"run_at ({run_at}) and delay ({delay!r}) are given: leave one out")
+        wait = None if delay is None else as_timedelta("delay", delay)
+        if unique_key is not None:
+            check_key("unique_key", unique_key)
+        if concurrency_key is not None:
+            check_key("concurrency_key", concurrency_key)
+            concurrency_limit = (
+                1
+                if concurrency_limit is None
+                else check_integer("concurrency_limit", concurrency_limit, 1, MAX_SMALLINT)
+            )
+        elif concurrency_limit is not None:
+            raise InvalidOption(f"concurrency_limit {concurrency_limit!r} needs a concurrency_key")
+        return StagedJob(
+            uuid7(),
+            self._target,
+            self._content(payload, data, of, _Overrides(queue, priority, max_attempts)),
+            unique_key,
+            concurrency_key,
+            concurrency_limit,
+            run_at,
+            wait,
+            "{}" if meta is None else encode_data(meta, self._max_bytes, "meta"),
+            _NOT_STAGED,
+        )
+
+    def _content(self, payload: Any, data: Any, of: Any, overrides: _Overrides) -> Content | LatePayload:
+        if data is ABSENT:
+            kind, value = None, payload
+        else:
+            kind, value = check_name("kind", payload), data
+        if not _is_late(value):
+            if of is not ABSENT:
+                raise InvalidOption("of= is the argument of a late payload: give a function as the payload")
+            return self._encoded(kind, value, overrides)
+        if inspect.iscoroutinefunction(value):
+            raise PayloadError("a late payload is made within the flush: give a plain function, not an async one")
+
+        def make() -> Content:
+            return self._encoded(kind, value() if of is ABSENT else value(of), overrides)
+
+        return LatePayload(make, _calling_line())
+
+    def _encoded(self, kind: str | None, value: Any, overrides: _Overrides) -> Content:
+        queue, priority, max_attempts = overrides
+        if kind is None:
+            if not isinstance(value, JobPayload):
+                raise PayloadError(_not_a_payload(value))
+            options = options_of(type(value))
+            text = encode(value, self._max_bytes)
+        elif isinstance(value, JobPayload):
+            raise PayloadError(
+                f"the kind {kind!r} is given and a {type(value).__name__}, which has its own: leave the kind out"
+            )
+        else:
+            options = _DEFAULTS
+            text = encode_data(value, self._max_bytes)
+        return Content(
+            kind or options.kind,
+            options.queue if queue is None else queue,
+            options.priority if priority is None else priority,
+            options.max_attempts if max_attempts is None else max_attempts,
+            text,
+        )
+
+
+def _is_late(value: Any) -> bool:
+    return callable(value) and not isinstance(value, (JobPayload, type))
+
+
+def _not_a_payload(value: Any) -> str:
+    if isinstance(value, type):
+        return f"the payload is the class {value.__name__}: give an instance, {value.__name__}(...)"
+    if isinstance(value, dict):
+        return "the payload is a dict without a kind: repo.enqueue(session, 'kind', {...}), or use a JobPayload class"
+    if isinstance(value, str):
+        return "a kind is given without its data: repo.enqueue(session, 'kind', {...})"
+    if inspect.iscoroutine(value):
+        value.close()
+        return "the late payload is a coroutine: it is made within the flush, so give a plain function"
+    return f"the payload is a {type(value).__name__}: derive its class from JobPayload"
+
+
+def _calling_line() -> str:
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "enlist":
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -1,0 +1,96 @@
+"""The demo's worker processes: started, frozen, killed and stopped like any other process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from enlist.exceptions import EnlistError
+
+if TYPE_CHECKING:
+    import sqlalchemy as sa
+
+__all__ = ["WorkerDied", "WorkerProcess"]
+
+STOP_SECONDS: Final = 15
+LINES_SHOWN: Final = 12
+
+
+class WorkerDied(EnlistError):
+    """A worker of the demo ended, and nobody had killed it; the message has its last words."""
+
+
+class WorkerProcess:
+    """An ``enlist worker`` on the demo's shop. It ends with the process that started it, however that one ends.
+
+    :param name: what its connections to the database are called.
+    :param directory: for what it says (``<name>.log``) and the log of the runs (``runs.log``).
+    """
+
+    def __init__(self, name: str, url: sa.URL, directory: Path) -> None:
+        self.name = name
+        self._log = directory / f"{name}.log"
+        url = url.update_query_dict({"application_name": name})
+        environment = {
+            **os.environ,
+            "ENLIST_DATABASE_URL": url.render_as_string(hide_password=False),
+            "ENLIST_DEMO_RUN_LOG": str(directory / "runs.log"),
+            "ENLIST_DEMO_ENDS_WITH_INPUT": "1",
+        }
+        command = [sys.executable, "-m", "enlist", "worker", "enlist.demo.shop:worker", "--log-level", "warning"]
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # a Ctrl-C is for the demo, which then stops its workers
+            )
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    def check(self) -> None:
+        """Raise :class:`WorkerDied` if the process has ended."""
+        if (status := self._process.poll()) is not None:
+            lines = self._log.read_text(errors="replace").splitlines()[-LINES_SHOWN:]
+            raise WorkerDied("\n".join([f"{self.name} (pid {self.pid}) ended with status {status}:", *lines]))
+
+    def freeze(self) -> None:
+        """Stop the process where it is (SIGSTOP); its connections stay."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let it go on."""
+        self._process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """Kill the process with SIGKILL. It has no moment to give anything back."""
+        self._process.kill()
+        self._process.wait()
+        self._close()
+
+    def ask_to_stop(self) -> None:
+        """Send SIGTERM."""
+        self._process.terminate()
+
+    def stopped(self) -> int:
+        """Wait until it has stopped and return its exit status; kill it after a quarter of a minute."""
+        try:
+            return self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            return self._process.returncode
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        if self._process.stdin is not None:
+            self._process.stdin.close()
