@@ -24,7 +24,7 @@ from enlist._engines import housekeeping_engine
 from enlist.exceptions import ConfigurationError, EnlistError
 from enlist.migrations import LATEST_STEP, current_step
 from enlist.migrations import migrate as run_migration
-from enlist.models import JobRecord
+from enlist.models import JobRecord, JobRecordMixin
 from enlist.worker import Worker
 
 if TYPE_CHECKING:
@@ -33,7 +33,10 @@ if TYPE_CHECKING:
 __all__ = ["app"]
 
 LINGER_SECONDS: Final = 5.0
-"""How long a worker that has stopped waits for threads that others have left, before it ends the process anyway."""
+"""How long after the worker the process may take to end, such as for what an application sends at exit."""
+
+LINGER_UNCLEAN_SECONDS: Final = 1.0
+"""The same when a handler could not be stopped: it will not return now either."""
 
 LOG_FORMAT: Final = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
@@ -167,7 +170,7 @@ def worker(
         found.run()
     except SystemExit as exit_:
         status = exit_.code if isinstance(exit_.code, int) else 1
-    _end_soon(status or 1)
+    _end_soon(status)
     raise typer.Exit(status)
 
 
@@ -196,7 +199,7 @@ def status(
     """Count jobs by queue and status, say how late the oldest is, and name the kinds that wait."""
     application = None if target is None else load_application(target)
     handled = None
-    record = JobRecord
+    record: type[JobRecordMixin] = JobRecord
     if isinstance(application, Worker):
         handled, record = application.handlers.kinds, application._record
     elif application is not None:
@@ -251,6 +254,7 @@ def lab(
     with _extra("demo"):
         from enlist.bench.lab import run_lab  # noqa: PLC0415 - of another extra
     url = None if database_url is None else parse_url(database_url)
+    _configure_logging(LogLevel.ERROR)  # that a job fails and a worker is lost is what it is about
     facts = run_lab(url=url, repeat=repeat)
     typer.echo(facts.as_json() if as_json else facts.as_text())
     if not facts.right:
@@ -268,7 +272,8 @@ def _extra(name: str) -> Iterator[None]:
 def _configure_logging(level: LogLevel) -> None:
     """Log to standard error, unless the application has set up logging when it was imported; it knows better."""
     number = logging.getLevelNamesMapping()[level.value.upper()]
-    logging.basicConfig(level=number, format=LOG_FORMAT)
+    # Debugging is for enlist: other libraries have much to say then, such as parameters.
+    logging.basicConfig(level=max(number, logging.INFO), format=LOG_FORMAT)
     logging.getLogger("enlist").setLevel(number)
 
 
@@ -280,11 +285,13 @@ def _end_soon(status: int) -> None:
     """
 
     def end() -> None:
-        time.sleep(LINGER_SECONDS)
-        names = ", ".join(t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread())
-        logging.getLogger("enlist").warning("the process ends though threads are still running: %s", names)
+        time.sleep(LINGER_UNCLEAN_SECONDS if status else LINGER_SECONDS)
+        others = [
+            t.name for t in threading.enumerate() if t not in {threading.main_thread(), threading.current_thread()}
+        ]
+        logging.getLogger("enlist").warning("the process ends though threads still run: %s", ", ".join(others))
         logging.shutdown()
         sys.stdout.flush()
-        os._exit(status)
+        os._exit(status or 1)
 
     threading.Thread(target=end, name="enlist-exit", daemon=True).start()

@@ -18,8 +18,8 @@ __all__ = ["DatabaseUnreachable", "connecting", "engine_for", "one_line", "parse
 
 DRIVER: Final = "postgresql+psycopg"
 BACKENDS: Final = frozenset({"postgresql", "postgres"})
-SECRETS: Final = frozenset({"password", "sslpassword", "passfile"})
-"""Parameters of a URL that are hidden like its password."""
+SHOWN: Final = frozenset({"host", "hostaddr", "port", "user", "dbname", "service", "sslmode", "application_name"})
+"""Parameters of a URL whose values may be shown; what has another name may be a password, or a misspelt one."""
 
 ASYNCPG_ONLY: Final = frozenset({"prepared_statement_cache_size", "statement_cache_size", "async_fallback"})
 """What SQLAlchemy's asyncpg URLs may have and libpq refuses."""
@@ -56,7 +56,7 @@ def parse_url(text: str) -> sa.URL:
 
 def shown(url: sa.URL) -> str:
     """Return the URL for people to read: without its password, wherever it is."""
-    hidden = {name: "hidden" for name in url.query if name in SECRETS}
+    hidden = {name: "hidden" for name in url.query if name not in SHOWN}
     return url.update_query_dict(hidden).render_as_string(hide_password=True)
 
 

@@ -87,6 +87,8 @@ def _call(target: str, factory: object) -> object:
         ) from None
     except ValueError:  # some callables written in C have no signature
         pass
+    if inspect.iscoroutinefunction(factory):
+        raise ConfigurationError(f"{target} is an async function; a plain one is needed to make a worker")
     try:
         return factory()
     except EnlistError:

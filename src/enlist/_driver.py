@@ -10,7 +10,7 @@ import sqlalchemy as sa
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["brief", "is_autocommit", "is_known_autocommit", "sqlstate", "trace"]
+__all__ = ["brief", "is_autocommit", "is_closed", "is_known_autocommit", "sqlstate", "trace"]
 
 
 def is_autocommit(connection: sa.Connection) -> bool:
@@ -19,6 +19,14 @@ def is_autocommit(connection: sa.Connection) -> bool:
     The driver's flag tells; the name of the isolation level does not: a ``creator`` or a listener can set the flag.
     """
     return bool(getattr(connection.connection.dbapi_connection, "autocommit", False))
+
+
+def is_closed(driver_connection: object) -> bool:
+    """Whether a driver's connection is closed or broken, as far as the driver has noticed. No IO."""
+    closed = getattr(driver_connection, "closed", None)
+    if closed is None and (is_closed := getattr(driver_connection, "is_closed", None)) is not None:
+        closed = is_closed()  # asyncpg
+    return bool(closed)
 
 
 def is_known_autocommit(bind: sa.Engine | sa.Connection) -> bool:

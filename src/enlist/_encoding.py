@@ -14,6 +14,7 @@ from typing import Any, Final, NoReturn, TypeVar, cast
 from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticSerializationError
 
+from enlist._options import shown
 from enlist.exceptions import PayloadError
 
 __all__ = ["DEFAULT_MAX_BYTES", "decode_model", "describe_invalid", "encode_data", "encode_model"]
@@ -46,7 +47,7 @@ def encode_model(payload: BaseModel, max_bytes: int) -> str:
     except (PydanticSerializationError, ValueError, RecursionError) as error:
         _refuse_values(payload)
         raise PayloadError(f"payload cannot be written as JSON: {_reason(error)}") from error
-    text = _storable(encoded.decode(), len(encoded), max_bytes)
+    text = _storable(payload, encoded.decode(), len(encoded), max_bytes)
     try:
         read = cls.__pydantic_validator__.validate_json(encoded)
     except ValidationError as error:
@@ -89,7 +90,7 @@ def encode_data(data: Any, max_bytes: int, name: str = "payload") -> str:
     :raises PayloadError: it has anything else, or PostgreSQL could not store it.
     """
     if type(data) is not dict:
-        raise PayloadError(f"{name} must be a dict, not {_shown(data)}")
+        raise PayloadError(f"{name} must be a dict, not {shown(data)}")
     if not _is_json(data, MAX_DEPTH):
         _refuse_data(data, name)
     try:
@@ -98,7 +99,7 @@ def encode_data(data: Any, max_bytes: int, name: str = "payload") -> str:
     except ValueError as error:  # a lone surrogate or an integer with too many digits
         _refuse_values(data, name)
         raise PayloadError(f"{name} cannot be written as JSON: {_reason(error)}") from error
-    return _storable(text, size, max_bytes, name)
+    return _storable(data, text, size, max_bytes, name)
 
 
 def _is_json(value: Any, levels: int) -> bool:
@@ -126,7 +127,7 @@ def _refuse_data(data: Any, name: str) -> NoReturn:
         if type(value) is dict:
             for key in value:
                 if type(key) is not str:
-                    raise PayloadError(f"{where} has the key {_shown(key)}: keys must be strings")
+                    raise PayloadError(f"{where} has the key {shown(key)}: keys must be strings")
         elif type(value) is float and not math.isfinite(value):
             raise PayloadError(f"{where} is {value}, which JSON cannot hold")
         elif not (value is None or type(value) in {str, int, bool, float, list}):
@@ -160,15 +161,16 @@ def _refuse_values(payload: Any, name: str = "payload") -> None:
             raise PayloadError(f"{where} is an integer of more than {MAX_DIGITS} digits")
 
 
-def _storable(text: str, size: int, max_bytes: int, name: str = "payload") -> str:
-    """Check and adapt JSON text to what jsonb does with it."""
+def _storable(source: object, text: str, size: int, max_bytes: int, name: str = "payload") -> str:
+    """Check the JSON text of a payload, and adapt it to what jsonb does with it."""
     if size > max_bytes:
         raise PayloadError(
             f"{name} has {size:,} bytes of JSON, at most {max_bytes:,} are allowed: store the data elsewhere and a"
             " reference to it here, or raise JobRepository(max_payload_bytes=...)"
         )
     if "\\u0000" in text or (size > MAX_DIGITS and _LONG_INTEGER.search(text)):
-        _refuse_values(_parsed(text, name), name)
+        _refuse_values(source, name)
+        _refuse_values(_parsed(text, name), name)  # what a serializer of the application has made
     if text.count("[") + text.count("{") > MAX_DEPTH and _depth(text) > MAX_DEPTH:
         raise PayloadError(f"{name} is nested more than {MAX_DEPTH} levels deep")
     if _EXPONENT.search(text):
@@ -241,13 +243,8 @@ def _dotted(location: tuple[int | str, ...]) -> str:
 
 def _key(key: object) -> str:
     """A key as a part of a path, fit for any log."""
-    text = key if isinstance(key, str) else repr(key)
+    text = key if isinstance(key, str) else shown(key)
     return ascii(text)[1:-1] if len(text) <= 80 else f"{ascii(text[:80])[1:-1]}..."
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def _reason(error: Exception) -> str:

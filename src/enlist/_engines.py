@@ -22,7 +22,15 @@ from sqlalchemy.orm import Session, scoped_session, sessionmaker
 from enlist._session import GuardedSession, guarded
 from enlist.exceptions import ConfigurationError
 
-__all__ = ["AsyncSessions", "Bind", "SyncSessions", "async_sessions", "housekeeping_engine", "sync_sessions"]
+__all__ = [
+    "AsyncSessions",
+    "Bind",
+    "SyncSessions",
+    "async_sessions",
+    "check_binds",
+    "housekeeping_engine",
+    "sync_sessions",
+]
 
 Bind: TypeAlias = (
     sa.Engine
@@ -51,7 +59,8 @@ class SyncSessions:
         if isinstance(factory, sa.Engine):
             made = sessionmaker(factory, class_=guarded(Session))
         elif isinstance(factory, sessionmaker):
-            made = sessionmaker(class_=guarded(factory.class_), **factory.kw)
+            # It begins by itself, at its first use: a handler may not call begin().
+            made = sessionmaker(class_=guarded(factory.class_), **{**factory.kw, "autobegin": True})
         else:
             raise ConfigurationError(
                 f"a worker's scoped_session must be made from a sessionmaker, not from {factory!r}"
@@ -93,7 +102,7 @@ class AsyncSessions:
         factory = bind.session_factory if isinstance(bind, async_scoped_session) else bind
         if isinstance(factory, AsyncEngine):
             factory = async_sessionmaker(factory)
-        keywords = dict(factory.kw)
+        keywords = {**factory.kw, "autobegin": True}  # as above
         source = _engine_of(keywords.pop("bind", None), "async_bind")
         assert isinstance(source, AsyncEngine)
         self.engine = _copy(source)
@@ -141,6 +150,22 @@ def _discard(session: Session) -> None:
     if guard is not None:
         guard.ours = True
     session.close()
+
+
+def check_binds(bind: Bind, sync_bind: Bind | None, async_bind: Bind | None) -> None:
+    """Refuse what a worker cannot be bound to.
+
+    :raises ConfigurationError: one of them is of the wrong type, has no engine, or is for another database.
+    """
+    if not (sync_bind is None or isinstance(sync_bind, (sa.Engine, sessionmaker, scoped_session))):
+        raise ConfigurationError(f"sync_bind= takes an Engine, sessionmaker or scoped_session, not {sync_bind!r}")
+    if not (async_bind is None or isinstance(async_bind, (AsyncEngine, async_sessionmaker, async_scoped_session))):
+        raise ConfigurationError(
+            f"async_bind= takes an AsyncEngine, async_sessionmaker or async_scoped_session, not {async_bind!r}"
+        )
+    for given in (bind, sync_bind, async_bind):
+        if given is not None and (engine := engine_of(given)).dialect.name != "postgresql":
+            raise ConfigurationError(f"enlist works on PostgreSQL only; the engine of {engine.url!r} is for another")
 
 
 def sync_sessions(bind: Bind, sync_bind: Bind | None, slots: int) -> SyncSessions:
@@ -195,6 +220,10 @@ def engine_of(bind: Bind) -> sa.Engine | AsyncEngine:
         return bind
     if isinstance(bind, (scoped_session, async_scoped_session)):
         factory: Any = bind.session_factory
+        if not isinstance(factory, (sessionmaker, async_sessionmaker)):
+            raise ConfigurationError(
+                f"a worker's scoped_session must be made from a sessionmaker, not from {factory!r}"
+            )
     elif isinstance(bind, (sessionmaker, async_sessionmaker)):
         factory = bind
     else:

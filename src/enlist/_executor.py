@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import datetime as dt
 import heapq
+import inspect
 import itertools
 import logging
 import random
@@ -19,7 +20,7 @@ from enlist._driver import brief, sqlstate, trace
 from enlist._loop import Loop
 from enlist._session import Guard, GuardedSession, finish
 from enlist._threads import Threads
-from enlist.exceptions import HandlerTimeout, LeaseLost
+from enlist.exceptions import HandlerError, HandlerTimeout, LeaseLost
 from enlist.job import Cancel, Job, Retry, Snooze
 from enlist.models import JobStatus
 from enlist.payload import decode
@@ -64,6 +65,7 @@ class Executor:
         sync: SyncSessions | None,
         asynchronous: AsyncSessions | None,
         threads: int,
+        lease: dt.timedelta,
     ) -> None:
         self._database = database
         self._leases = leases
@@ -71,6 +73,7 @@ class Executor:
         self._sync = sync
         self._async = asynchronous
         self._threads = Threads(threads)
+        self._lease = lease
         self.slots: Slots
         self.resources: Any = None
         """What handlers see as ``job.resources``."""
@@ -191,6 +194,8 @@ class Executor:
         """Make the job that the handler sees; None if the job is not ours any more or was ended here."""
         run.started = time.monotonic()
         if run.abandoned is not None:
+            if run.abandoned == "stopped" and not run.ended:
+                self._completer.release(run)
             return None
         if run.lease_ends < run.started:
             self._lost(run)
@@ -235,6 +240,7 @@ class Executor:
             self._database.record,
             run.id,
             run.token,
+            lease=self._lease,
             hold_lock=run.handler.hold_lock,
             isolation=self.isolation.get(run.handler.is_async),
         )
@@ -251,7 +257,7 @@ class Executor:
             try:
                 with self._sync() as session:
                     session.guard = guard
-                    run.handler.function(session, job)
+                    _check_returned(run, run.handler.function(session, job))
                     committed = finish(session)
             except BaseException as error:
                 wait = self._ended(run, guard, error, rerun)
@@ -419,6 +425,17 @@ def _reruns(error: BaseException) -> int:
         return RERUNS
     # Once: the pool gave out a connection that had died in it, or the server was restarted.
     return 1 if error.connection_invalidated and sqlstate(error) != IDLE_IN_TRANSACTION else 0
+
+
+def _check_returned(run: Run, value: object) -> None:
+    """Refuse what a plain function returned without having done anything: a coroutine that nobody awaits."""
+    if inspect.isawaitable(value) or inspect.isgenerator(value):
+        if inspect.iscoroutine(value):
+            value.close()
+        raise HandlerError(
+            f"the handler of kind {run.kind!r} is a plain function and returned {value!r}, which nobody runs: make it"
+            " `async def`"
+        )
 
 
 def _timed_out(run: Run) -> HandlerTimeout:

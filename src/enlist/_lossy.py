@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from typing import Any, Final, TypeGuard
+from typing import Any, Final
 
 from pydantic import AliasChoices, AliasPath, BaseModel, Secret, SecretBytes, SecretStr
 from pydantic.fields import FieldInfo
@@ -82,14 +82,15 @@ def _check_type(annotation: Any, where: str, seen: set[type]) -> None:
         )
     if issubclass(concrete, BaseModel):
         _check_model(concrete, where, seen)
-    elif (_is_dataclass(concrete) or typing.is_typeddict(concrete)) and concrete not in seen:
+    elif (dataclasses.is_dataclass(concrete) or _is_typeddict(concrete)) and concrete not in seen:
         seen.add(concrete)
         for name, hint in _hints(concrete).items():
             _check_type(hint, f"{where}.{name}", seen)
 
 
-def _is_dataclass(value: type) -> TypeGuard[type[Any]]:
-    return dataclasses.is_dataclass(value)
+def _is_typeddict(value: type) -> bool:
+    # By its looks: pydantic wants the one of typing_extensions, which typing.is_typeddict() does not know.
+    return issubclass(value, dict) and hasattr(value, "__required_keys__")
 
 
 def _hints(value: type) -> dict[str, Any]:

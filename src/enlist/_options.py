@@ -9,7 +9,7 @@ from typing import Any, Final, TypeAlias
 from enlist.exceptions import InvalidOption
 from enlist.models import MAX_KEY_BYTES, MAX_NAME_BYTES
 
-__all__ = ["Duration", "as_instant", "as_timedelta", "check_integer", "check_key", "check_name"]
+__all__ = ["Duration", "as_instant", "as_timedelta", "check_integer", "check_key", "check_name", "shown"]
 
 Duration: TypeAlias = int | float | dt.timedelta
 """Seconds, or a timedelta."""
@@ -27,14 +27,16 @@ def as_timedelta(name: str, value: Duration) -> dt.timedelta:
     :raises InvalidOption: it is no number of seconds, negative, or longer than a thousand years.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float, dt.timedelta)):
-        raise InvalidOption(f"{name} must be seconds (int or float) or a timedelta, not {value!r}")
+        raise InvalidOption(f"{name} must be seconds (int or float) or a timedelta, not {shown(value)}")
     if not isinstance(value, dt.timedelta):
-        if not math.isfinite(value) or abs(value) > LONGEST.total_seconds():
-            raise InvalidOption(f"{name} must be between 0 and {LONGEST.total_seconds():.0f} seconds, not {value!r}")
-        value = dt.timedelta(seconds=value)
-    if not dt.timedelta(0) <= value <= LONGEST:
-        raise InvalidOption(f"{name} must be between 0 and {LONGEST.days} days, not {value!r}")
-    return value
+        if (isinstance(value, float) and not math.isfinite(value)) or abs(value) > LONGEST.total_seconds():
+            raise InvalidOption(
+                f"{name} must be between 0 and {LONGEST.total_seconds():.0f} seconds, not {shown(value)}"
+            )
+    duration = value if isinstance(value, dt.timedelta) else dt.timedelta(seconds=value)
+    if not dt.timedelta(0) <= duration <= LONGEST:
+        raise InvalidOption(f"{name} must be between 0 and {LONGEST.days} days, not {shown(value)}")
+    return duration
 
 
 EARLIEST: Final = dt.datetime(1, 1, 3, tzinfo=dt.UTC)
@@ -48,17 +50,17 @@ def as_instant(name: str, value: dt.datetime) -> dt.datetime:
     :raises InvalidOption: it is no datetime, has no time zone, or is outside of the years 1 to 9999.
     """
     if not isinstance(value, dt.datetime):
-        raise InvalidOption(f"{name} must be an aware datetime, not {value!r}")
+        raise InvalidOption(f"{name} must be an aware datetime, not {shown(value)}")
     if value.utcoffset() is None:
         raise InvalidOption(
-            f"{name} must have a time zone, {value!r} has none: datetime.now(UTC), or value.replace(tzinfo=...)"
+            f"{name} must have a time zone, {shown(value)} has none: datetime.now(UTC), or value.replace(tzinfo=...)"
         )
     try:
         instant = value.astimezone(dt.UTC)
     except OverflowError:
         instant = None
     if instant is None or not EARLIEST <= instant <= LATEST:
-        raise InvalidOption(f"{name} must be between {EARLIEST} and {LATEST}, not {value!r}")
+        raise InvalidOption(f"{name} must be between {EARLIEST} and {LATEST}, not {shown(value)}")
     return instant
 
 
@@ -68,7 +70,7 @@ def check_integer(name: str, value: Any, low: int, high: int) -> int:
     :raises InvalidOption: it is not.
     """
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise InvalidOption(f"{name} must be an integer from {low} to {high}, not {value!r}")
+        raise InvalidOption(f"{name} must be an integer from {low} to {high}, not {shown(value)}")
     return value
 
 
@@ -90,21 +92,26 @@ def check_key(name: str, value: Any) -> str:
 
 def _check_text(name: str, value: Any, limit: int) -> str:
     if not isinstance(value, str):
-        raise InvalidOption(f"{name} must be a string, not {value!r}")
+        raise InvalidOption(f"{name} must be a string, not {shown(value)}")
     if not value:
         raise InvalidOption(f"{name} must not be empty")
     if "\x00" in value:
-        raise InvalidOption(f"{name} has a NUL character, which PostgreSQL cannot store: {_shown(value)}")
+        raise InvalidOption(f"{name} has a NUL character, which PostgreSQL cannot store: {shown(value)}")
     try:
         size = len(value.encode())
     except UnicodeEncodeError:
-        raise InvalidOption(f"{name} has a lone surrogate, which is not text: {_shown(value)}") from None
+        raise InvalidOption(f"{name} has a lone surrogate, which is not text: {shown(value)}") from None
     if size > limit:
         raise InvalidOption(
-            f"{name} has {size} bytes, at most {limit} are allowed: {_shown(value)}; shorten it or use a digest"
+            f"{name} has {size} bytes, at most {limit} are allowed: {shown(value)}; shorten it or use a digest"
         )
     return value
 
 
-def _shown(value: str) -> str:
-    return repr(value) if len(value) <= 80 else f"{value[:80]!r}..."
+def shown(value: object) -> str:
+    """A value for a message: at most 80 characters of it, whatever it is."""
+    try:
+        text = repr(value)
+    except Exception:  # an integer of 5,000 digits, an object whose __repr__ fails
+        return f"a {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:80]}..."

@@ -6,6 +6,8 @@ The guard works by transaction events, since refusing methods alone leaves holes
 
 from __future__ import annotations
 
+import datetime as dt
+import re
 import time
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -27,6 +29,13 @@ __all__ = ["Guard", "GuardedSession", "finish", "guarded"]
 
 IN_FAILED_TRANSACTION: Final = "25P02"
 SNAPSHOT_LEVELS: Final = frozenset({"REPEATABLE READ", "SERIALIZABLE"})
+ENDING_STATEMENT: Final = re.compile(
+    r"(?:\s|--[^\n]*\n|/\*.*?\*/)*"
+    r"(COMMIT|END|ABORT|ROLLBACK(?!\s+(?:(?:WORK|TRANSACTION)\s+)?TO\b)|PREPARE\s+TRANSACTION)\b",
+    re.IGNORECASE | re.DOTALL,
+)
+"""SQL text that ends a transaction; ROLLBACK TO a savepoint does not."""
+
 PLAN_SECONDS: Final = 60
 """How long a plan that the application's driver has cached for the fenced UPDATE may live."""
 
@@ -37,6 +46,7 @@ class Guard:
     __slots__ = (
         "_hold_lock",
         "broken",
+        "idle_limit",
         "isolation",
         "job_id",
         "ours",
@@ -54,6 +64,7 @@ class Guard:
         job_id: uuid.UUID,
         token: int,
         *,
+        lease: dt.timedelta,
         hold_lock: bool = False,
         isolation: str | None = None,
     ) -> None:
@@ -62,6 +73,7 @@ class Guard:
         self.job_id = job_id
         self.token = token
         self.isolation = isolation
+        self.idle_limit = f"{max(1, int(lease.total_seconds() * 1000))}ms"
         self._hold_lock = hold_lock
         self.ours = False
         """enlist itself is ending the transaction now."""
@@ -77,6 +89,11 @@ class Guard:
             f"the handler called {verb} on its session, which enlist commits together with the job's status;"
             " leave it to enlist: return to commit, raise to roll back, use begin_nested() for a savepoint"
         )
+
+    def refuse_ending_statement(self, _connection: Any, _cursor: Any, statement: str, *_rest: Any) -> None:
+        """Refuse SQL text that would end the transaction behind SQLAlchemy's back; a connection's listener."""
+        if not self.ours and (ending := ENDING_STATEMENT.match(statement)) is not None:
+            raise self.refuse(ending[1])
 
     def holds_lock(self, connection: sa.Connection) -> bool:
         """Whether the row must be locked for the whole transaction."""
@@ -162,9 +179,10 @@ def _after_begin(session: GuardedSession, transaction: SessionTransaction, conne
         )
     if not transaction.nested:
         guard.roots.append((connection, connection.get_transaction()))
+        event.listen(connection, "before_cursor_execute", guard.refuse_ending_statement)
     # Only on the job's own database: a session may write to others as well.
     if guard.holds_lock(connection) and _is_jobs_bind(session, guard, connection) and not transaction.nested:
-        parameters = {"job_id": guard.job_id, "token": guard.token}
+        parameters = {"job_id": guard.job_id, "token": guard.token, "idle_limit": guard.idle_limit}
         if connection.execute(guard.statements.lock_row, parameters).first() is None:
             raise LeaseLost(guard.job_id)
 
@@ -214,6 +232,12 @@ def finish(session: GuardedSession) -> bool:
                 raise guard.refuse("commit() or rollback() of the connection")
         statement = _finish_statement(guard.statements, int(time.monotonic()) // PLAN_SECONDS)
         result = connection.execute(statement, {"job_id": guard.job_id, "token": guard.token})
+    except sa.exc.PendingRollbackError:
+        # from None: its text has that of the flush's error, bound parameters and all.
+        raise TransactionAborted(
+            "the handler returned after a flush that failed, whose error it swallowed: the transaction is rolled back;"
+            " let the error out, or flush inside of a savepoint (session.begin_nested())"
+        ) from None
     except sa.exc.DBAPIError as error:
         if sqlstate(error) == IN_FAILED_TRANSACTION:
             raise TransactionAborted(

@@ -23,7 +23,7 @@ from sqlalchemy import event
 from sqlalchemy.orm import Session
 
 from enlist import notifier
-from enlist._driver import is_known_autocommit
+from enlist._driver import is_closed, is_known_autocommit
 from enlist._writing import StagedJob, Target, autocommit_error, unbound_error, write
 from enlist.exceptions import SessionError
 from enlist.handle import Batch, JobState
@@ -256,7 +256,8 @@ def _is_commit_lost(session: Session, stage: Stage, transaction: SessionTransact
     flush: UOWTransaction | None = session.info.get(_FLUSH)
     if stage.writing or (flush is not None and flush.has_work):
         return False  # the flush that commit() begins with has failed: no COMMIT was sent
-    return any(write_.connection.invalidated for batch in batches for write_ in batch.writes)
+    # The driver's connection: SQLAlchemy's may have been given back already, and then tells nothing.
+    return any(is_closed(write_.driver_connection) for batch in batches for write_ in batch.writes)
 
 
 def _boundary(session: Session) -> SessionTransaction:

@@ -536,7 +536,7 @@ class Statements:
                 locked_by=None,
                 locked_until=None,
                 started_at=sa.case((queued, sa.null()), else_=c.started_at),
-                run_at=sa.case((queued, _NOW + mine.c.delay), else_=c.run_at),
+                run_at=sa.case((queued, sa.func.coalesce(_NOW + mine.c.delay, c.run_at)), else_=c.run_at),
                 finished_at=sa.case((queued, sa.null()), else_=_NOW),
                 last_error=sa.func.coalesce(mine.c.error, c.last_error),
                 errors=sa.case(
@@ -613,12 +613,14 @@ class Statements:
     def _lock_row(self) -> sa.Executable:
         """Lock a running job that is ours for the handler's transaction: ``job_id``, ``token``; its id, or no row.
 
-        Where the snapshot is the transaction's (REPEATABLE READ, SERIALIZABLE) one heartbeat would make the final
-        UPDATE fail. While this lock is held heartbeat and reaper pass the row by: the lock is the lease.
+        ``idle_limit``, such as "60s", bounds how long the transaction may idle: a frozen worker would hold the lock
+        for ever. Where the snapshot is the transaction's (REPEATABLE READ, SERIALIZABLE) one heartbeat would make the
+        final UPDATE fail. While this lock is held heartbeat and reaper pass the row by: the lock is the lease.
         """
+        limit = sa.bindparam("idle_limit", type_=sa.Text)
         c = self.table.c
         return (
-            sa.select(c.id)
+            sa.select(c.id, sa.func.set_config("idle_in_transaction_session_timeout", limit, sa.true()))
             .where(
                 c.id == sa.bindparam("job_id", type_=sa.Uuid),
                 c.lease_token == sa.bindparam("token", type_=sa.BigInteger),

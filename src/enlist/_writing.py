@@ -97,7 +97,7 @@ def write(session: Session, jobs: Sequence[StagedJob], batch: Batch) -> None:
             raise unbound_error(target) from error
         if is_autocommit(connection):
             raise autocommit_error()
-        written = Write(connection, target, set())
+        written = Write(connection, connection.connection.driver_connection, target, set())
         batch.writes.append(written)
         try:
             _insert(connection, target, rows[target], written.queues)

@@ -35,6 +35,7 @@ class Write:
     """Jobs of one flush in one table: where they went, and the queues that they went to."""
 
     connection: sa.Connection
+    driver_connection: object
     target: Any
     queues: set[str]
 

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Final
 
 import sqlalchemy as sa
 
+from enlist._loop import Backoff
+
 if TYPE_CHECKING:
     from enlist._statements import Statements
 
@@ -36,10 +38,17 @@ IDLE_SECONDS: Final = 10.0
 EXIT_SECONDS: Final = 1.0
 """How long the interpreter's exit may wait for what is still to be sent."""
 
-CONNECT_SECONDS: Final = 5
-BACKOFF_SECONDS: Final = (0.1, 10.0)
-"""The pause after an error: at first, and at most."""
+ASYNCPG_ONLY: Final = {
+    "command_timeout",
+    "max_cacheable_statement_size",
+    "max_cached_statement_lifetime",
+    "prepared_statement_cache_size",
+    "statement_cache_size",
+    "timeout",
+}
+"""What a URL can say to asyncpg only, and a connection that sends NOTIFY does not need."""
 
+CONNECT_SECONDS: Final = 5
 MOST_PENDING: Final = 10_000
 """Queues that can wait while the server cannot be reached; those beyond are left to polling."""
 
@@ -93,18 +102,15 @@ class _Callback:
 class Notifier:
     """Sends the NOTIFYs for one database, on a thread that is started when there is something to send."""
 
-    def __init__(self, connect: Callable[[], sa.Engine], name: str) -> None:
-        self._make_engine = connect
-        self._name = name
+    def __init__(self, make_engine: Callable[[], sa.Engine], name: str, running: set[Notifier]) -> None:
+        self._make_engine = make_engine
+        self._running = running  # while it has a thread
         self._changed = threading.Condition()
         self._pending: dict[tuple[Statements, str], None] = {}
         self._thread: threading.Thread | None = None
         self._closing = False
-        # Of the thread alone.
-        self._engine: sa.Engine | None = None
-        self._connection: sa.Connection | None = None
         self._sent: dict[tuple[Statements, str], float] = {}
-        self._errors = 0
+        self._backoff = Backoff(f"notifying the workers of {name}")
 
     def add(self, statements: Statements, queues: Iterable[str]) -> None:
         """Have the queues notified; returns at once."""
@@ -117,6 +123,7 @@ class Notifier:
                 thread = threading.Thread(target=self._run, name="enlist-notify", daemon=True)
                 thread.start()
                 self._thread = thread
+                self._running.add(self)
             else:
                 self._changed.notify()
 
@@ -128,15 +135,19 @@ class Notifier:
             return self._thread
 
     def _run(self) -> None:
+        sender = _Sender(self._make_engine)
         try:
             while due := self._next():
                 try:
-                    self._send(due)
-                    self._errors = 0
+                    for statements, queue in due:
+                        sender.send(statements, queue)
+                        self._sent[statements, queue] = time.monotonic()
+                    self._backoff.succeeded()
                 except Exception as error:
+                    sender.close()
                     self._failed(error, due)
         finally:
-            self._disconnect()
+            sender.close()
 
     def _next(self) -> list[tuple[Statements, str]]:
         """Wait for what is due to be sent; empty when it is time to end."""
@@ -152,39 +163,20 @@ class Notifier:
                     due = [key for key, left in waits.items() if left <= 0]
                     wait = min([wait, *waits.values()])
                 if due:
+                    if len(self._sent) > MOST_PENDING:
+                        self._sent.clear()
                     for key in due:
                         del self._pending[key]
                     return due
                 if self._closing or (wait <= 0 and not self._pending):
                     # Under the lock: whoever adds next sees that there is no thread.
                     self._thread = None
+                    self._running.discard(self)
                     return []
                 self._changed.wait(max(wait, 0.001))
 
-    def _send(self, due: list[tuple[Statements, str]]) -> None:
-        if self._connection is None:
-            self._engine = self._make_engine()
-            self._connection = self._engine.connect().execution_options(isolation_level="AUTOCOMMIT")
-        for key in due:
-            statements, queue = key
-            self._connection.execute(statements.notify, {"queue": queue})
-            self._sent[key] = time.monotonic()
-        if len(self._sent) > MOST_PENDING:
-            self._sent.clear()
-
     def _failed(self, error: Exception, due: list[tuple[Statements, str]]) -> None:
-        self._disconnect()
-        self._errors += 1
-        if self._errors == 1:
-            logger.warning(
-                "workers of %s cannot be notified, they poll; trying again: %s: %s",
-                self._name,
-                type(error).__name__,
-                str(error).splitlines()[0] if str(error) else "",
-            )
-        first, most = BACKOFF_SECONDS
-        pause = min(most, first * 2 ** min(self._errors - 1, 20))
-        end = time.monotonic() + pause
+        end = time.monotonic() + self._backoff.failed(error)
         with self._changed:
             for key in due:
                 self._pending[key] = None
@@ -193,7 +185,22 @@ class Notifier:
             if self._closing:
                 self._pending.clear()
 
-    def _disconnect(self) -> None:
+
+class _Sender:
+    """The connection of one thread, opened when it is needed."""
+
+    def __init__(self, make_engine: Callable[[], sa.Engine]) -> None:
+        self._make_engine = make_engine
+        self._engine: sa.Engine | None = None
+        self._connection: sa.Connection | None = None
+
+    def send(self, statements: Statements, queue: str) -> None:
+        if self._connection is None:
+            self._engine = self._make_engine()
+            self._connection = self._engine.connect().execution_options(isolation_level="AUTOCOMMIT")
+        self._connection.execute(statements.notify, {"queue": queue})
+
+    def close(self) -> None:
         connection, self._connection = self._connection, None
         engine, self._engine = self._engine, None
         try:
@@ -213,16 +220,16 @@ def _notifying_engine(source: sa.Engine) -> Callable[[], sa.Engine]:
     """Return what makes an engine to the same database with connections apart from the application's."""
     if source.dialect.driver == "psycopg" and not source.dialect.is_async:
         # The same arguments, creator and listeners.
-        url, pool = source.url, source.pool
+        url, pool = source.url, source.pool.recreate()
         return lambda: sa.create_engine(url, pool=pool.recreate())
-    known = {"host", "port", "user", "password", "database", "dbname"}
-    if source.dialect.is_async and source.dialect.driver == "psycopg":
-        known |= set(source.url.query)
-    if others := set(source.url.query) - known:
-        raise _Underivable(f"its URL has {', '.join(sorted(others))}, which psycopg may not know")
     if getattr(getattr(source.pool, "_creator", None), "__module__", None) != "sqlalchemy.engine.create":
-        raise _Underivable("it has a creator of its own, for another driver")
+        raise _Underivable("the engine makes its connections with a creator of its own, for another driver")
     url = source.url.set(drivername="postgresql+psycopg")
+    if source.dialect.driver == "asyncpg":
+        query = {name: value for name, value in url.query.items() if name not in ASYNCPG_ONLY}
+        if "ssl" in query:
+            query["sslmode"] = query.pop("ssl")
+        url = url.set(query=query)
     arguments = {"connect_timeout": CONNECT_SECONDS, "prepare_threshold": None}
     return lambda: sa.create_engine(url, poolclass=sa.NullPool, connect_args=arguments)
 
@@ -231,31 +238,29 @@ class _Registry:
     """The notifiers of the process."""
 
     def __init__(self) -> None:
+        self._inherited: list[object] = []
         self.reset()
 
     def reset(self) -> None:
         """Start afresh. In a forked child the threads are gone, and the connections are the parent's to close."""
+        self._inherited.append(getattr(self, "_running", None))
         self._lock = threading.Lock()
-        self._inherited = getattr(self, "_by_pool", None)
+        # dispose() gives an engine a new pool, so a notifier that still has something to send is kept here.
+        self._running: set[Notifier] = set()
         self._by_pool: weakref.WeakKeyDictionary[sa.Pool, Notifier | None] = weakref.WeakKeyDictionary()
-        self._by_url: dict[str, Notifier] = {}
 
     def notifier(self, engine: sa.Engine) -> Notifier | None:
         """The notifier for an engine; None when none can be made, which was logged."""
-        pool = engine.pool
-        try:
-            return self._by_pool[pool]
-        except KeyError:
-            pass
         with self._lock:
-            found = self._by_pool.get(pool)
-            if found is None and pool not in self._by_pool:
-                found = self._by_pool[pool] = self._make(engine)
-            return found
+            try:
+                return self._by_pool[engine.pool]
+            except KeyError:
+                found = self._by_pool[engine.pool] = self._make(engine)
+                return found
 
     def _make(self, engine: sa.Engine) -> Notifier | None:
         try:
-            return Notifier(_notifying_engine(engine), repr(engine.url))
+            return Notifier(_notifying_engine(engine), repr(engine.url), self._running)
         except _Underivable as reason:
             logger.warning(
                 "workers of %r cannot be notified, they poll: %s; JobRepository(notify='transaction') notifies"
@@ -267,10 +272,10 @@ class _Registry:
 
     def close(self, timeout: float) -> None:
         with self._lock:
-            notifiers = [notifier for notifier in self._by_pool.values() if notifier is not None]
             self._by_pool = weakref.WeakKeyDictionary()
+            running = list(self._running)
         end = time.monotonic() + timeout
-        for thread in [notifier.close() for notifier in notifiers]:
+        for thread in [notifier.close() for notifier in running]:
             if thread is not None:
                 thread.join(max(0.0, end - time.monotonic()))
 

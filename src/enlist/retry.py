@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import tenacity
-from sqlalchemy.exc import StatementError
+from sqlalchemy.exc import PendingRollbackError, StatementError
 
 from enlist._driver import brief
 
@@ -68,12 +68,15 @@ def describe(error: BaseException) -> str:
     for cause in _chain(error):
         if isinstance(cause, StatementError):
             cause.hide_parameters = True  # they may be anybody's data: not for an error column
+        elif isinstance(cause, PendingRollbackError):
+            # Its text quotes the first error's, parameters and all; that one is in the chain, or was swallowed.
+            cause.args = (str(cause.args[0]).partition(" Original exception was:")[0], *cause.args[1:])
     try:
         report = traceback.TracebackException.from_exception(error, compact=True)
         while report.stack and report.stack[0].filename.startswith(OWN_CODE):
             del report.stack[0]  # how enlist came to call the handler is nothing to its author
         text = "".join(report.format()).strip()
-    except Exception as failure:  # a hostile __str__ or __cause__
+    except BaseException as failure:  # a hostile __str__ or __cause__
         text = f"{type(error).__qualname__} (its text could not be made: {type(failure).__qualname__})"
     return storable(text, MAX_ERROR_CHARACTERS)
 
@@ -82,7 +85,7 @@ def summarize(error: BaseException) -> str:
     """Return an error's class and message, on a line."""
     try:
         text = brief(error)
-    except Exception:  # a hostile __str__
+    except BaseException:  # a hostile __str__, which may raise SystemExit as well
         text = type(error).__qualname__
     return storable(text, MAX_SUMMARY_CHARACTERS)
 

@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Final
 
@@ -21,7 +21,14 @@ from enlist._claimer import Claimer
 from enlist._completer import Completer, log_lost
 from enlist._database import Database
 from enlist._driver import is_autocommit
-from enlist._engines import AsyncSessions, Bind, async_sessions, housekeeping_engine, sync_sessions
+from enlist._engines import (
+    AsyncSessions,
+    Bind,
+    async_sessions,
+    check_binds,
+    housekeeping_engine,
+    sync_sessions,
+)
 from enlist._executor import Executor
 from enlist._leases import Heartbeat, Leases
 from enlist._listener import Listener
@@ -87,6 +94,11 @@ class Worker:
     ) -> None:
         if not isinstance(handlers, HandlerRegistry) or not len(handlers):
             raise ConfigurationError(f"a worker needs a HandlerRegistry with at least one handler, not {handlers!r}")
+        check_binds(bind, sync_bind, async_bind)
+        if not (isinstance(record, type) and issubclass(record, JobRecordMixin) and sa.inspect(record, raiseerr=False)):
+            raise ConfigurationError(f"record must be a mapped class with JobRecordMixin, not {record!r}")
+        if lifespan is not None and not callable(lifespan):
+            raise ConfigurationError(f"lifespan must be a function that makes a context manager, not {lifespan!r}")
         self.name = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
         self.handlers = handlers
         self.queues = _check_queues(queues, concurrency)
@@ -224,6 +236,7 @@ class _Running:
             sync=worker._sync,
             asynchronous=worker._async,
             threads=sum(worker.queues.values()) if plain else 0,
+            lease=worker._lease,
         )
         self.slots = Slots(worker.queues, self.executor.start, self.claimer.wake)
         self.claimer.slots = self.executor.slots = self.slots
@@ -359,12 +372,12 @@ def _check_queues(queues: Mapping[str, int] | Sequence[str] | None, concurrency:
     check_integer("concurrency", concurrency, 1, MAX_CONCURRENCY)
     if queues is None:
         queues = ("default",)
-    if isinstance(queues, str):
-        raise ConfigurationError(f"queues must be a mapping or a list of names, not the string {queues!r}")
+    if isinstance(queues, (str, bytes)) or not isinstance(queues, (Mapping, Sequence, Set)):
+        raise ConfigurationError(f"queues must be a mapping or a list of names, not {queues!r}")
     if not queues:
         raise ConfigurationError("a worker needs at least one queue")
     if not isinstance(queues, Mapping):
-        queues = dict.fromkeys(queues, concurrency)
+        queues = dict.fromkeys([check_name("queue", name) for name in queues], concurrency)
     for name, slots in queues.items():
         check_name("queue", name)
         check_integer(f"the slots of queue {name!r}", slots, 1, MAX_CONCURRENCY)

@@ -14,6 +14,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session, sessionmaker
 
+from enlist import notifier
 from enlist.demo.shop import Order, Product, enqueue_jobs
 from enlist.handle import JobState
 
@@ -109,6 +110,7 @@ class Customers:
         for thread in self._threads:
             thread.join(10)
         self._engine.dispose()
+        notifier.close_all()  # its connections too
 
     @property
     def finished(self) -> bool:

@@ -50,7 +50,7 @@ def run_demo(*, orders: int, url: sa.URL | None, keep: bool, console: Console) -
     :raises EnlistError: no server or schema could be had, or a worker ended by itself.
     """
     display = Display(console)
-    with _ended_by_sigterm(), scratch(SCHEMA, url, keep=keep) as place:
+    with _cleaned_up_on_signals(), scratch(SCHEMA, url, keep=keep) as place:
         try:
             with (
                 display,
@@ -193,8 +193,8 @@ def _say_how_to_connect(place: Scratch, console: Console) -> None:
 
 
 @contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Have SIGTERM clean up as Ctrl-C does."""
+def _cleaned_up_on_signals() -> Iterator[None]:
+    """Have SIGTERM and SIGHUP clean up as Ctrl-C does."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -202,8 +202,9 @@ def _ended_by_sigterm() -> Iterator[None]:
     def end(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
 
-    previous = signal.signal(signal.SIGTERM, end)
+    previous = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,7 +1,7 @@
 """The demo's shop: orders, receipts, stock; its jobs and its worker. Written as an application would be.
 
-It knows nothing of the demo around it, but for two lines in :func:`lifespan`: a log of the runs, and an end when the
-demo has ended.
+It knows little of the demo around it: :func:`lifespan` opens its log of the runs, and :func:`worker` has the process
+end when the demo has ended.
 """
 
 from __future__ import annotations
@@ -122,6 +122,8 @@ async def take_stock(session: AsyncSession, job: Job[TakeStock]) -> None:
 
 def worker() -> Worker:
     """Make the shop's worker, on the database of ``ENLIST_DATABASE_URL``; for ``enlist worker``."""
+    if os.environ.get("ENLIST_DEMO_ENDS_WITH_INPUT"):
+        threading.Thread(target=_end_with_input, name="demo-guard", daemon=True).start()
     engine = create_engine(os.environ["ENLIST_DATABASE_URL"], pool_size=SLOTS)
     queues = {"receipts": SLOTS, "stock": SLOTS}
     return Worker(engine, handlers, queues=queues, lease=LEASE_SECONDS, shutdown_timeout=5, lifespan=lifespan)
@@ -130,8 +132,6 @@ def worker() -> Worker:
 @contextmanager
 def lifespan() -> Iterator[int | None]:
     """Open what jobs need while the worker runs: the demo's log, as a file descriptor, if there is one."""
-    if os.environ.get("ENLIST_DEMO_ENDS_WITH_INPUT"):
-        threading.Thread(target=_end_with_input, name="demo-guard", daemon=True).start()
     path = os.environ.get("ENLIST_DEMO_RUN_LOG")
     if path is None:
         yield None

@@ -1,0 +1,1 @@
+"""Measurements that anybody can repeat: ``enlist bench``. Needs the extra ``enlist[demo]``."""

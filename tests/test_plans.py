@@ -1,0 +1,101 @@
+"""The plan of each hot statement does not depend on what the statistics say: no scan of the whole table, ever."""
+
+from __future__ import annotations
+
+import datetime as dt
+import re
+import uuid
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from sqlalchemy import Engine
+
+from enlist import JobRecord
+from enlist._statements import Statements, statements_for
+
+STATEMENTS: Statements = statements_for(JobRecord.metadata.tables["enlist_job"])
+LEASE = dt.timedelta(seconds=60)
+IDS = [uuid.uuid4() for _ in range(50)]
+HELD = {"ids": IDS, "tokens": [1] * 50}
+CLAIM = {
+    "queues": ["default", "mail"],
+    "limits": [10, 10],
+    "kinds": ["a"],
+    "careful": True,
+    "worker": "w",
+    "lease": LEASE,
+}
+OUTCOMES = {
+    "statuses": ["queued"] * 50,
+    "delays": [None] * 50,
+    "returned": [0] * 50,
+    "errors": ["e"] * 50,
+    "entries": ["{}"] * 50,
+}
+
+HOT: dict[str, tuple[Any, dict[str, Any]]] = {
+    "claim": (STATEMENTS.claim, CLAIM),
+    "claim_keyed": (STATEMENTS.claim_keyed, {**CLAIM, "keys": ["k1", "k2"]}),
+    "renew": (STATEMENTS.renew, {**HELD, "lease": LEASE}),
+    "complete": (STATEMENTS.complete, HELD),
+    "settle": (STATEMENTS.settle, {**HELD, **OUTCOMES}),
+    "reap": (STATEMENTS.reap, {"limit": 500}),
+    "start": (STATEMENTS.start, {"job_id": IDS[0], "token": 1}),
+    "finish": (STATEMENTS.finish(1), {"job_id": IDS[0], "token": 1}),
+    "lock_row": (STATEMENTS.lock_row, {"job_id": IDS[0], "token": 1, "idle_limit": "60s"}),
+    "fate": (STATEMENTS.fate, {"job_id": IDS[0]}),
+    "disown": (STATEMENTS.disown, {"worker": "w", "ids": IDS}),
+    "holders": (STATEMENTS.holders, {"kinds": ["a", "a"], "keys": ["1", "2"]}),
+}
+
+FILL = """
+    INSERT INTO enlist_job (id, kind, queue, unique_key, unique_held, concurrency_key, concurrency_limit)
+    SELECT gen_random_uuid(), 'a', CASE WHEN mod(n, 2) = 0 THEN 'default' ELSE 'mail' END, n, true,
+        CASE WHEN mod(n, 5) = 0 THEN 'k' || mod(n, 100) END, CASE WHEN mod(n, 5) = 0 THEN 2 END
+    FROM generate_series(1, 20000) AS n
+"""
+STATISTICS = {
+    "never analyzed": ["FILL"],
+    "analyzed when empty": ["ANALYZE enlist_job", "FILL"],
+    "analyzed when all were queued": ["FILL", "ANALYZE enlist_job", "UPDATE enlist_job SET status = 'done'"],
+    "analyzed when all were done": ["FILL", "UPDATE enlist_job SET status = 'done'", "ANALYZE enlist_job"],
+}
+
+
+@pytest.fixture(params=list(STATISTICS))
+def table(request: pytest.FixtureRequest, engine: Engine) -> Engine:
+    with engine.begin() as connection:
+        connection.exec_driver_sql("ALTER TABLE enlist_job SET (autovacuum_enabled = off)")
+        for step in STATISTICS[request.param]:
+            connection.exec_driver_sql(FILL if step == "FILL" else step)
+    return engine
+
+
+@pytest.mark.parametrize("generic", [False, True], ids=["custom", "generic"])
+def test_no_hot_statement_scans_the_table(table: Engine, generic: bool) -> None:
+    explain = _explain_generic if generic else _explain
+    with table.connect() as connection:
+        plans = {name: explain(connection, *hot) for name, hot in HOT.items()}
+    assert [name for name, plan in plans.items() if "Seq Scan on enlist_job" in plan] == []
+    assert "enlist_job_ready" in plans["claim"]
+    assert "enlist_job_lease" in plans["reap"]
+
+
+def _explain(connection: sa.Connection, statement: Any, parameters: dict[str, Any]) -> str:
+    compiled = statement.compile(dialect=connection.dialect)
+    values = {
+        name: processor(value) if (processor := compiled._bind_processors.get(name)) else value
+        for name, value in compiled.construct_params(parameters).items()
+    }
+    lines = connection.exec_driver_sql(f"EXPLAIN {compiled}", values).scalars()
+    return "\n".join(lines)
+
+
+def _explain_generic(connection: sa.Connection, statement: Any, _parameters: dict[str, Any]) -> str:
+    """The plan for parameters that the planner does not know: what a server keeps of a prepared statement."""
+    compiled = str(statement.compile(dialect=connection.dialect))
+    names = list(dict.fromkeys(re.findall(r"%\((\w+)\)s", compiled)))
+    numbered = re.sub(r"%\((\w+)\)s", lambda match: f"${names.index(match[1]) + 1}", compiled)
+    lines = connection.exec_driver_sql(f"EXPLAIN (GENERIC_PLAN) {numbered}").scalars()
+    return "\n".join(lines)
