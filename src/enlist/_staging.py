@@ -215,12 +215,18 @@ def _after_rollback(session: Session) -> None:
 def _after_transaction_end(session: Session, transaction: SessionTransaction) -> None:
     # However it ended; of close() nothing else is reported.
     info = session.info
+    stage: Stage | None = info.get(_STAGE)
     parent = transaction.parent
     if parent is not None and not transaction.nested:
-        return  # of a flush
+        # A flush ends, well or not.
+        flush: UOWTransaction | None = info.get(_FLUSH)
+        if flush is not None and flush.transaction is transaction:
+            del info[_FLUSH]
+            if stage is not None:
+                stage.writing = False
+        return
     if parent is None:
         info.pop(_FLUSH, None)
-    stage: Stage | None = info.get(_STAGE)
     if stage is None:
         return
     _discard(session, stage, transaction)
