@@ -284,7 +284,7 @@ async def _coroutine() -> Note:
         (lambda: None, "NoneType"),
         (lambda: SendReceipt, "class SendReceipt"),
         (lambda: Note(text="a\x00b"), r"payload\.text has a NUL"),
-        (lambda: _coroutine(), "coroutine"),
+        (lambda: _coroutine(), "coroutine"),  # noqa: PLW0108 - not itself an async function
     ],
 )
 def test_what_a_late_payload_returns_is_checked(engine: Engine, make: Any, message: str) -> None:

@@ -79,6 +79,11 @@ class Claimer:
 
     def step(self) -> float:
         """Claim what the free slots can take; return the seconds until the next claim."""
+        wait = self._step()
+        # However seldom the queues are looked at: what waits for a slot is given back in time.
+        return min(wait, LONGEST_WAIT_FOR_SLOT) if self.slots.waiting else wait
+
+    def _step(self) -> float:
         for run in self.slots.take_back(LONGEST_WAIT_FOR_SLOT):
             self._give_back(run)
         demands = self.slots.demands()

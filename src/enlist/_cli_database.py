@@ -8,19 +8,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 import sqlalchemy as sa
 
-from enlist._driver import sqlstate
+from enlist._driver import shown_url, sqlstate
 from enlist.exceptions import ConfigurationError, EnlistError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["DatabaseUnreachable", "connecting", "engine_for", "one_line", "parse_url", "shown"]
+__all__ = ["DatabaseUnreachable", "connecting", "engine_for", "one_line", "parse_url"]
 
 DRIVER: Final = "postgresql+psycopg"
 BACKENDS: Final = frozenset({"postgresql", "postgres"})
-SHOWN: Final = frozenset({"host", "hostaddr", "port", "user", "dbname", "service", "sslmode", "application_name"})
-"""Parameters of a URL whose values may be shown; what has another name may be a password, or a misspelt one."""
-
 ASYNCPG_ONLY: Final = frozenset({"prepared_statement_cache_size", "statement_cache_size", "async_fallback"})
 """What SQLAlchemy's asyncpg URLs may have and libpq refuses."""
 
@@ -54,12 +51,6 @@ def parse_url(text: str) -> sa.URL:
     return url.set(drivername=DRIVER, query=query)
 
 
-def shown(url: sa.URL) -> str:
-    """Return the URL for people to read: without its password, wherever it is."""
-    hidden = {name: "hidden" for name in url.query if name not in SHOWN}
-    return url.update_query_dict(hidden).render_as_string(hide_password=True)
-
-
 def engine_for(url: sa.URL) -> sa.Engine:
     """An engine for a command: it keeps no connections, and gives up connecting after ten seconds.
 
@@ -85,7 +76,7 @@ def connecting(engine: sa.Engine) -> Iterator[sa.Connection]:
     try:
         connection = engine.connect()
     except (sa.exc.DBAPIError, OSError) as error:
-        raise DatabaseUnreachable(f"cannot connect to {shown(engine.url)}: {one_line(error)}") from error
+        raise DatabaseUnreachable(f"cannot connect to {shown_url(engine.url)}: {one_line(error)}") from error
     with connection, connection.begin():
         yield connection
 

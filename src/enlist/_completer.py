@@ -30,6 +30,8 @@ T = TypeVar("T")
 
 BATCH: Final = 500
 IDLE_SECONDS: Final = 1.0
+LOCKED_SECONDS: Final = 0.02
+"""How long to wait before another try at a row that somebody has locked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,7 @@ class Completer:
         self._done: deque[Run] = deque()
         self._settled: deque[Settlement] = deque()
         self._writing = threading.Lock()
+        self._locked = False
         self.loop = Loop("completion", self.step, IDLE_SECONDS)
 
     def complete(self, run: Run) -> None:
@@ -91,8 +94,11 @@ class Completer:
 
     def step(self) -> float:
         with self._writing:
+            self._locked = False
             self._write_done()
             self._write_settled()
+        if self._locked:
+            return LOCKED_SECONDS
         return 0.0 if self._done or self._settled else IDLE_SECONDS
 
     def flush(self, timeout: float) -> bool:
@@ -115,7 +121,11 @@ class Completer:
         )
         _remove(self._done, len(runs))
         written = {row.id for row in rows}
+        locked = self._still_ours([run for run in runs if run.id not in written])
+        self._done += locked
         for run in runs:
+            if run in locked:
+                continue
             self._leases.drop(run)
             if run.id not in written and run.abandon("lease lost"):
                 log_lost(run)
@@ -131,13 +141,31 @@ class Completer:
             logger.exception("the text of an error could not be stored; the endings are written without")
             written = self._settle([Settlement(s.run, s.status, s.delay, s.returned) for s in batch])
         _remove(self._settled, len(batch))
+        locked = self._still_ours([s.run for s in batch if s.run.id not in written])
+        self._settled += [settlement for settlement in batch if settlement.run in locked]
         for settlement in batch:
+            if settlement.run in locked:
+                continue
             self._leases.drop(settlement.run)
             if settlement.run.id not in written:
                 if settlement.run.abandon("lease lost"):
                     log_lost(settlement.run)
             elif settlement.status is JobStatus.QUEUED:
                 self._due_in((settlement.delay or dt.timedelta(0)).total_seconds())
+
+    def _still_ours(self, runs: list[Run]) -> list[Run]:
+        """Which of the runs that were not written hold their jobs: somebody has locked the rows, it is tried again.
+
+        It may be the handler itself, whose time is over and which still holds its row's lock. Waiting for it would
+        hold up the endings of all others.
+        """
+        if not runs:
+            return []
+        rows = self._database.execute(self._database.statements.holders_of, {"ids": [run.id for run in runs]})
+        tokens = {row.id: row.lease_token for row in rows}
+        locked = [run for run in runs if tokens.get(run.id) == run.token]
+        self._locked = self._locked or bool(locked)
+        return locked
 
     def _settle(self, batch: list[Settlement]) -> set[object]:
         rows = self._database.execute(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import psycopg
 import sqlalchemy as sa
@@ -10,7 +10,17 @@ import sqlalchemy as sa
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["brief", "is_autocommit", "is_closed", "is_known_autocommit", "sqlstate", "trace"]
+__all__ = ["brief", "is_autocommit", "is_closed", "is_known_autocommit", "shown_url", "sqlstate", "trace"]
+
+
+SHOWN: Final = frozenset({"host", "hostaddr", "port", "user", "dbname", "service", "sslmode", "application_name"})
+"""Parameters of a URL whose values may be shown; what has another name may be a password, or a misspelt one."""
+
+
+def shown_url(url: sa.URL) -> str:
+    """Return a URL for people to read: without its password, wherever it is."""
+    hidden = {name: "hidden" for name in url.query if name not in SHOWN}
+    return url.update_query_dict(hidden).render_as_string(hide_password=True)
 
 
 def is_autocommit(connection: sa.Connection) -> bool:

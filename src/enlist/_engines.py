@@ -19,6 +19,7 @@ from sqlalchemy.ext.asyncio import (
 )
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
+from enlist._driver import shown_url
 from enlist._session import GuardedSession, guarded
 from enlist.exceptions import ConfigurationError
 
@@ -165,7 +166,9 @@ def check_binds(bind: Bind, sync_bind: Bind | None, async_bind: Bind | None) -> 
         )
     for given in (bind, sync_bind, async_bind):
         if given is not None and (engine := engine_of(given)).dialect.name != "postgresql":
-            raise ConfigurationError(f"enlist works on PostgreSQL only; the engine of {engine.url!r} is for another")
+            raise ConfigurationError(
+                f"enlist works on PostgreSQL only; the engine of {shown_url(engine.url)} is for another"
+            )
 
 
 def sync_sessions(bind: Bind, sync_bind: Bind | None, slots: int) -> SyncSessions:
@@ -275,8 +278,8 @@ def _derivable(engine: sa.Engine | AsyncEngine, keyword: str) -> tuple[sa.URL, d
     lost += [f"its listener {function!r}" for function in listeners if not _is_sqlalchemys(function)]
     if lost:
         raise ConfigurationError(
-            f"the engine of {sync.url!r} is more than its URL ({', '.join(lost)}), so no psycopg engine can be derived"
-            f" from it: give the worker one as {keyword}="
+            f"the engine of {shown_url(sync.url)} is more than its URL ({', '.join(lost)}), so no psycopg engine can be"
+            f" derived from it: give the worker one as {keyword}="
         )
     return sync.url.set(drivername=DRIVER), arguments
 

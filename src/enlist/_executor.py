@@ -258,6 +258,8 @@ class Executor:
                 with self._sync() as session:
                     session.guard = guard
                     _check_returned(run, run.handler.function(session, job))
+                    if run.abandoned == "timed out":  # with the row's lock in hand the fence would let it pass
+                        raise LeaseLost(run.id)
                     committed = finish(session)
             except BaseException as error:
                 wait = self._ended(run, guard, error, rerun)

@@ -28,11 +28,10 @@ def as_timedelta(name: str, value: Duration) -> dt.timedelta:
     """
     if isinstance(value, bool) or not isinstance(value, (int, float, dt.timedelta)):
         raise InvalidOption(f"{name} must be seconds (int or float) or a timedelta, not {shown(value)}")
-    if not isinstance(value, dt.timedelta):
-        if (isinstance(value, float) and not math.isfinite(value)) or abs(value) > LONGEST.total_seconds():
-            raise InvalidOption(
-                f"{name} must be between 0 and {LONGEST.total_seconds():.0f} seconds, not {shown(value)}"
-            )
+    if not isinstance(value, dt.timedelta) and (
+        (isinstance(value, float) and not math.isfinite(value)) or abs(value) > LONGEST.total_seconds()
+    ):
+        raise InvalidOption(f"{name} must be between 0 and {LONGEST.total_seconds():.0f} seconds, not {shown(value)}")
     duration = value if isinstance(value, dt.timedelta) else dt.timedelta(seconds=value)
     if not dt.timedelta(0) <= duration <= LONGEST:
         raise InvalidOption(f"{name} must be between 0 and {LONGEST.days} days, not {shown(value)}")

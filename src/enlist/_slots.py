@@ -95,6 +95,8 @@ class _Queue:
         self.service_seconds: float | None = None
         self.more = False
         """The last claim brought all it asked for: there is probably more."""
+        self.missed = False
+        """It was to be looked at while no slot was free: to be made up for when one is."""
 
     def allowance(self) -> int:
         """How many jobs may wait beside those that run."""
@@ -138,7 +140,13 @@ class Slots:
         with self._lock:
             if self._closed:
                 return []
-            return [demand for queue in self._queues.values() if (demand := queue.demand()) is not None]
+            demands = []
+            for queue in self._queues.values():
+                demand = queue.demand()
+                queue.missed = demand is None and not queue.more
+                if demand is not None:
+                    demands.append(demand)
+            return demands
 
     def place(self, runs: list[Run], asked: list[Demand]) -> list[Run]:
         """Take claimed jobs, in their order: start those that a slot is free for, keep the others.
@@ -182,10 +190,15 @@ class Slots:
             else:
                 queue.active -= 1
             # Others of its key, or other careful jobs, may be claimed now.
-            wanted = run.keyed or run.careful or (queue.more and queue.demand() is not None)
+            wanted = run.keyed or run.careful or queue.missed or (queue.more and queue.demand() is not None)
         if wanted:
             self._wanted()
         return following
+
+    @property
+    def waiting(self) -> bool:
+        """Whether any job waits for a slot."""
+        return any(queue.waiting for queue in self._queues.values())
 
     def take_back(self, waited_longer_than: float) -> list[Run]:
         """Remove the jobs that wait for a slot for longer than some seconds."""

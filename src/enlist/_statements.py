@@ -97,6 +97,7 @@ class Statements:
         self.start = self._start()
         self.renew = self._renew()
         self.disown = self._disown()
+        self.holders_of = self._holders_of()
         self.complete = self._complete()
         self.settle = self._settle()
         self.reap = self._reap()
@@ -433,6 +434,11 @@ class Statements:
         )
         return sa.select(c.id, c.lease_token).where(c.id == _any_of("ids", sa.Uuid)).add_cte(renewed)
 
+    def _holders_of(self) -> sa.Executable:
+        """Read who holds running jobs: ``ids``; rows (id, lease_token). Without a lock: it waits for nobody."""
+        c = self.table.c
+        return sa.select(c.id, c.lease_token).where(c.id == _any_of("ids", sa.Uuid), self._is_running(c))
+
     def _disown(self) -> sa.Executable:
         """Give back what ``worker`` has in the table but not in hand: all its running jobs but ``ids``.
 
@@ -468,9 +474,12 @@ class Statements:
         )
 
     def _complete(self) -> sa.Executable:
-        """Set jobs done: ``ids`` and ``tokens``, aligned; returns the ids of those that were still ours."""
+        """Set jobs done: ``ids`` and ``tokens``, aligned; returns the ids of those that were still ours.
+
+        A row that somebody has locked is passed by, not waited for: the others would wait as well.
+        """
         c = self.table.c
-        mine = self._lock(self._held())
+        mine = self._lock(self._held(), skip_locked=True)
         return sa.update(self.table).where(c.id == _among(sa.select(mine.c.id))).values(self._done()).returning(c.id)
 
     def _done(self) -> dict[str, Any]:
@@ -518,7 +527,7 @@ class Statements:
             error=("errors", sa.Text),
             entry=("entries", sa.Text),
         )
-        mine = self._lock(settled)
+        mine = self._lock(settled, skip_locked=True)
         c = self.table.c
         queued = mine.c.status == sa.literal_column("'queued'")
         return (

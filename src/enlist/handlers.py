@@ -60,6 +60,7 @@ class HandlerRegistry:
 
         handlers = HandlerRegistry()
 
+
         @handlers.handler(SendReceipt, timeout=30)
         def send_receipt(session: Session, job: Job[SendReceipt]) -> None:
             session.add(Receipt(order_id=job.payload.order_id))

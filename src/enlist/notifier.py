@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final
 
 import sqlalchemy as sa
 
+from enlist._driver import shown_url
 from enlist._loop import Backoff
 
 if TYPE_CHECKING:
@@ -260,12 +261,12 @@ class _Registry:
 
     def _make(self, engine: sa.Engine) -> Notifier | None:
         try:
-            return Notifier(_notifying_engine(engine), repr(engine.url), self._running)
+            return Notifier(_notifying_engine(engine), shown_url(engine.url), self._running)
         except _Underivable as reason:
             logger.warning(
-                "workers of %r cannot be notified, they poll: %s; JobRepository(notify='transaction') notifies"
+                "workers of %s cannot be notified, they poll: %s; JobRepository(notify='transaction') notifies"
                 " without a connection of its own",
-                engine.url,
+                shown_url(engine.url),
                 reason,
             )
             return None

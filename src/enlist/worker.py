@@ -10,8 +10,10 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, ExitStack
+from queue import SimpleQueue
 from typing import Any, Final
 
 import sqlalchemy as sa
@@ -20,7 +22,7 @@ from enlist import notifier
 from enlist._claimer import Claimer
 from enlist._completer import Completer, log_lost
 from enlist._database import Database
-from enlist._driver import is_autocommit
+from enlist._driver import is_autocommit, shown_url
 from enlist._engines import (
     AsyncSessions,
     Bind,
@@ -51,6 +53,9 @@ SHORTEST_LEASE: Final = 0.1
 DRAIN_LOOK_SECONDS: Final = 0.02
 STOPPING_SECONDS: Final = 5.0
 """For writing what is left, beside the time that handlers get."""
+
+SIGNAL_SECONDS: Final = 0.5
+"""How long a signal may go unnoticed."""
 
 
 class Worker:
@@ -137,15 +142,26 @@ class Worker:
             )
         self._stop_asked.clear()
         self._stop_now.clear()
-        previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        # A signal's handler runs between any two steps of this thread, which may hold an Event's lock just then: it
+        # sets no Event, it puts the signal's number where another thread takes it.
+        signals: SimpleQueue[int] = SimpleQueue()
+        heeding = threading.Thread(target=self._heed, args=(signals,), name="enlist-signals", daemon=True)
+        heeding.start()
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        previous = {number: signal.signal(number, lambda got, _: signals.put(got)) for number in numbers}
         try:
             self._begin()
-            self._stop_asked.wait()
+            # With a timeout: a signal that comes between Python's last look for one and the lock's sleep would wait
+            # for the next wake (measured: 1 in 8 of those sent while the worker starts).
+            while not self._stop_asked.wait(SIGNAL_SECONDS):
+                pass
             clean = self.stop()
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
-        if not clean:
+            signals.put(0)
+            heeding.join()
+        if not clean or self._stop_now.is_set():
             raise SystemExit(1)
 
     def start(self) -> None:
@@ -159,6 +175,8 @@ class Worker:
         self._stop_asked.clear()
         self._stop_now.clear()
         self._begin()
+        if self._stop_asked.is_set():  # by stop() from another thread, while this one waited for the database
+            self.stop()
 
     def _begin(self) -> None:
         if self._running is not None:
@@ -202,10 +220,12 @@ class Worker:
         if not drained:
             raise TimeoutError(f"jobs were still due after {seconds:g} seconds")
 
-    def _on_signal(self, _number: int, _frame: object) -> None:
-        if self._stop_asked.is_set():
-            self._stop_now.set()
-        self._stop_asked.set()
+    def _heed(self, signals: SimpleQueue[int]) -> None:
+        """Take signals until 0: the first asks to stop, the second to stop now."""
+        while signals.get():
+            if self._stop_asked.is_set():
+                self._stop_now.set()
+            self._stop_asked.set()
 
 
 class _Running:
@@ -244,6 +264,7 @@ class _Running:
         self.reaper = Reaper(self.database, worker._reaper_seconds, self.claimer.wake)
         self.listener = Listener(self.database, self._woken)
         self._executor_open = False
+        self._started = False
 
     # -- start -------------------------------------------------------------------------------------------------
 
@@ -262,6 +283,7 @@ class _Running:
         backoff.succeeded()
         if worker._lifespan is not None:
             self.executor.resources = self._stack.enter_context(worker._lifespan())
+        self._started = True
         logger.info(
             "worker %s starts: queues %s, kinds %s",
             worker.name,
@@ -330,6 +352,8 @@ class _Running:
                 continue
             if run.handler.is_async:
                 self.executor.abandon(run, "stopped")
+                if not run.started:  # behind a handler that blocks the event loop
+                    self.completer.release(run)
             else:
                 run.signals.cancel_requested = True
         end = time.monotonic() + 1.0
@@ -354,7 +378,8 @@ class _Running:
         if self._worker._sync is not None:
             self._worker._sync.close()
         self._stack.close()
-        logger.info("worker %s has stopped", self._worker.name)
+        if self._started:
+            logger.info("worker %s has stopped", self._worker.name)
         return idle and ended
 
 
@@ -372,7 +397,7 @@ def _check_queues(queues: Mapping[str, int] | Sequence[str] | None, concurrency:
     check_integer("concurrency", concurrency, 1, MAX_CONCURRENCY)
     if queues is None:
         queues = ("default",)
-    if isinstance(queues, (str, bytes)) or not isinstance(queues, (Mapping, Sequence, Set)):
+    if isinstance(queues, (str, bytes)) or not isinstance(queues, (Mapping, Sequence, AbstractSet)):
         raise ConfigurationError(f"queues must be a mapping or a list of names, not {queues!r}")
     if not queues:
         raise ConfigurationError("a worker needs at least one queue")
@@ -398,8 +423,8 @@ def _isolation_of(connection: sa.Connection) -> str:
     """
     if is_autocommit(connection):
         raise ConfigurationError(
-            f"the engine of {connection.engine.url!r} is in AUTOCOMMIT mode: a handler's effects could not commit"
-            " together with its job's status; give the worker an engine without isolation_level='AUTOCOMMIT'"
+            f"the engine of {shown_url(connection.engine.url)} is in AUTOCOMMIT mode: a handler's effects could not"
+            " commit together with its job's status; give the worker an engine without isolation_level='AUTOCOMMIT'"
         )
     return connection.get_isolation_level()
 

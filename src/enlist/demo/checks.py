@@ -15,7 +15,6 @@ from enlist.demo.orders import PRODUCTS, STOCK
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from enlist.demo.orders import Purchase
 
@@ -53,7 +52,7 @@ def check(
     *,
     refused: int,
     killed: Sequence[Killed],
-    run_log: Path,
+    run_log: str,
 ) -> list[Check]:
     """Compare; return the lines of the table.
 
@@ -67,7 +66,7 @@ def check(
     twice = len(purchases) - len(rolled_back) - len(bought)
     jobs = 2 * len(bought)
     held = [job for victim in killed for job in victim.jobs]
-    runs = Counter(line.split()[0] for line in run_log.read_text().splitlines())
+    runs = Counter(line.split()[0] for line in run_log.splitlines())
     repeated = sum(times - 1 for times in runs.values())
     lost, doubled = found.effects(list(bought))
     return [
@@ -106,7 +105,7 @@ def table_of(checks: Sequence[Check]) -> Table:
     table.add_column("")
     table.add_column("")
     for line in checks:
-        expected = f"{'at least ' if line.at_least else ''}{line.expected:,}"
+        expected = f"{'>= ' if line.at_least else ''}{line.expected:,}"
         verdict = Text("ok", style="green") if line.right else Text("OFF", style="bold red")
         style = "" if line.right else "bold red"
         table.add_row(line.what, f"{line.found:,}", expected, verdict, line.note, style=style)

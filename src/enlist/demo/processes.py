@@ -6,15 +6,15 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Final
+import tempfile
+from typing import IO, TYPE_CHECKING, Final
 
 from enlist.exceptions import EnlistError
 
 if TYPE_CHECKING:
     import sqlalchemy as sa
 
-__all__ = ["WorkerDied", "WorkerProcess"]
+__all__ = ["WorkerDied", "WorkerProcess", "content"]
 
 STOP_SECONDS: Final = 15
 LINES_SHOWN: Final = 12
@@ -28,29 +28,29 @@ class WorkerProcess:
     """An ``enlist worker`` on the demo's shop. It ends with the process that started it, however that one ends.
 
     :param name: what its connections to the database are called.
-    :param directory: for what it says (``<name>.log``) and the log of the runs (``runs.log``).
+    :param run_log: a file for the log of the runs. It may have no name: the process inherits it.
     """
 
-    def __init__(self, name: str, url: sa.URL, directory: Path) -> None:
+    def __init__(self, name: str, url: sa.URL, run_log: IO[bytes]) -> None:
         self.name = name
-        self._log = directory / f"{name}.log"
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         url = url.update_query_dict({"application_name": name})
         environment = {
             **os.environ,
             "ENLIST_DATABASE_URL": url.render_as_string(hide_password=False),
-            "ENLIST_DEMO_RUN_LOG": str(directory / "runs.log"),
+            "ENLIST_DEMO_RUN_LOG": str(run_log.fileno()),
             "ENLIST_DEMO_ENDS_WITH_INPUT": "1",
         }
         command = [sys.executable, "-m", "enlist", "worker", "enlist.demo.shop:worker", "--log-level", "warning"]
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                command,
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # a Ctrl-C is for the demo, which then stops its workers
-            )
+        self._process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=self._output,
+            stderr=self._output,
+            pass_fds=[run_log.fileno()],
+            start_new_session=True,  # a Ctrl-C is for the demo, which then stops its workers
+        )
 
     @property
     def pid(self) -> int:
@@ -60,7 +60,7 @@ class WorkerProcess:
     def check(self) -> None:
         """Raise :class:`WorkerDied` if the process has ended."""
         if (status := self._process.poll()) is not None:
-            lines = self._log.read_text(errors="replace").splitlines()[-LINES_SHOWN:]
+            lines = content(self._output).splitlines()[-LINES_SHOWN:]
             raise WorkerDied("\n".join([f"{self.name} (pid {self.pid}) ended with status {status}:", *lines]))
 
     def freeze(self) -> None:
@@ -94,3 +94,9 @@ class WorkerProcess:
     def _close(self) -> None:
         if self._process.stdin is not None:
             self._process.stdin.close()
+        self._output.close()
+
+
+def content(file: IO[bytes]) -> str:
+    """Return what is in a file that others write to, without moving the position that they share."""
+    return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")

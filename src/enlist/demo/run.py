@@ -8,8 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Final, Self
+from typing import IO, TYPE_CHECKING, Final, Self
 
 import sqlalchemy as sa
 
@@ -17,7 +16,7 @@ from enlist._cli_database import connecting, engine_for
 from enlist.demo.checks import Check, Killed, check, table_of
 from enlist.demo.display import Display
 from enlist.demo.orders import Customers, fill_shop, plan
-from enlist.demo.processes import WorkerProcess
+from enlist.demo.processes import WorkerProcess, content
 from enlist.demo.scratch import scratch
 from enlist.demo.shop import Base
 
@@ -54,8 +53,8 @@ def run_demo(*, orders: int, url: sa.URL | None, keep: bool, console: Console) -
         try:
             with (
                 display,
-                tempfile.TemporaryDirectory(prefix="enlist-demo-") as directory,
-                _Demo(place.url, orders, Path(directory), display) as demo,
+                tempfile.TemporaryFile() as run_log,
+                _Demo(place.url, orders, run_log, display) as demo,
             ):
                 checks = demo.run()
             console.print(table_of(checks))
@@ -71,10 +70,10 @@ def run_demo(*, orders: int, url: sa.URL | None, keep: bool, console: Console) -
 class _Demo:
     """One run. As a context manager it leaves no process behind."""
 
-    def __init__(self, url: sa.URL, orders: int, directory: Path, display: Display) -> None:
+    def __init__(self, url: sa.URL, orders: int, run_log: IO[bytes], display: Display) -> None:
         self._url = url
         self._orders = orders
-        self._directory = directory
+        self._run_log = run_log
         self._display = display
         self._purchases = plan(orders)
         self._jobs = 2 * len({p.cart.number for p in self._purchases if not p.rolled_back})
@@ -109,7 +108,7 @@ class _Demo:
             self._purchases,
             refused=customers.jobs_refused,
             killed=self._killed,
-            run_log=self._directory / "runs.log",
+            run_log=content(self._run_log),
         )
 
     def _watch(self, observer: sa.Connection, customers: Customers) -> None:
@@ -143,7 +142,7 @@ class _Demo:
             time.sleep(max(LOOK_SECONDS, 5 * (now - began)))  # counting many jobs must not be what takes the time
 
     def _start_worker(self, name: str) -> None:
-        worker = WorkerProcess(name, self._url, self._directory)
+        worker = WorkerProcess(name, self._url, self._run_log)
         self._workers.append(worker)
         self._display.say(f"{name} starts (pid {worker.pid})")
 

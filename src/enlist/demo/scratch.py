@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import sqlalchemy as sa
 
-from enlist._cli_database import connecting, engine_for, one_line, shown
+from enlist._cli_database import connecting, engine_for, one_line
+from enlist._driver import shown_url
 from enlist.demo.server import EmbeddedServer
 from enlist.exceptions import ConfigurationError
 from enlist.migrations import migrate
@@ -73,7 +74,7 @@ def _create_schema(url: sa.URL, name: str) -> None:
     with connecting(engine_for(url)) as connection:
         if connection.scalar(sa.text("SELECT 1 FROM pg_namespace WHERE nspname = :name"), {"name": name}):
             raise ConfigurationError(
-                f"{shown(url)} has a schema {name!r} already: another run is using it, or one was kept or killed;"
+                f"{shown_url(url)} has a schema {name!r} already: another run is using it, or one was kept or killed;"
                 f" to remove it: DROP SCHEMA {name} CASCADE"
             )
         connection.exec_driver_sql(f"CREATE SCHEMA {name}")

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from sqlalchemy import URL
 
@@ -430,23 +430,27 @@ def _link(source: str, target: str) -> None:
 def _call(command: Sequence[str], directory: Path, user: str | None, output: int) -> int:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PG")}
     environment["TZ"] = "UTC"  # initdb would look for the name of the machine's own
-    if user is None:
-        return subprocess.call(
-            command, cwd=directory, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
-        )
-
-    entry = pwd.getpwnam(user)
-    return subprocess.call(
+    options: dict[str, Any] = {}
+    if user is not None:
+        entry = pwd.getpwnam(user)
+        options = {"user": entry.pw_uid, "group": entry.pw_gid, "extra_groups": []}
+    process = subprocess.Popen(
         command,
         cwd=directory,
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,
-        user=entry.pw_uid,
-        group=entry.pw_gid,
-        extra_groups=[],
+        process_group=0,  # a group of its own, to be ended with what it has started (initdb starts a server)
+        **options,
     )
+    try:
+        return process.wait()
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
 
 
 def _is_alive(pid: int) -> bool:

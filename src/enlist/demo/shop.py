@@ -1,7 +1,6 @@
 """The demo's shop: orders, receipts, stock; its jobs and its worker. Written as an application would be.
 
-It knows little of the demo around it: :func:`lifespan` opens its log of the runs, and :func:`worker` has the process
-end when the demo has ended.
+It knows little of the demo around it: its log of the runs, and that the worker is to end with it.
 """
 
 from __future__ import annotations
@@ -10,18 +9,12 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from sqlalchemy import ForeignKey, create_engine, update
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
-from enlist.handle import JobHandle
-from enlist.handlers import HandlerRegistry
-from enlist.job import Job
-from enlist.payload import JobPayload
-from enlist.repository import JobRepository
-from enlist.worker import Worker
+from enlist import HandlerRegistry, Job, JobHandle, JobPayload, JobRepository, Worker
 
 __all__ = ["Base", "Order", "Product", "Receipt", "SendReceipt", "StockMove", "TakeStock", "enqueue_jobs", "worker"]
 
@@ -131,16 +124,9 @@ def worker() -> Worker:
 
 @contextmanager
 def lifespan() -> Iterator[int | None]:
-    """Open what jobs need while the worker runs: the demo's log, as a file descriptor, if there is one."""
-    path = os.environ.get("ENLIST_DEMO_RUN_LOG")
-    if path is None:
-        yield None
-        return
-    descriptor = os.open(Path(path), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+    """Give jobs what they need: the demo's log of the runs, as a file descriptor, if there is a demo."""
+    inherited = os.environ.get("ENLIST_DEMO_RUN_LOG")
+    yield None if inherited is None else int(inherited)
 
 
 def _log_run(job: Job[SendReceipt] | Job[TakeStock]) -> None:
