@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import json
 import secrets
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from psycopg import sql
 from psycopg.rows import dict_row
-from sqlalchemy import URL
 
 from enlist import Worker
 from tests.support.observer import Observer
@@ -42,11 +40,12 @@ class Jobs:
         start = int.from_bytes(secrets.token_bytes(12), "big") << 32
         ids = [uuid.UUID(int=start + number) for number in range(len(payloads))]
         names = ["id", "kind", "payload", "run_at", *columns]
-        row = [sql.Placeholder(), sql.Literal(kind), sql.Placeholder()]
-        row.append(sql.SQL("statement_timestamp() + {} * interval '1 s'").format(due_in))
+        due = sql.SQL("statement_timestamp() + {} * interval '1 s'").format(due_in)
+        row: list[sql.Composable] = [sql.SQL("id"), sql.Literal(kind), sql.SQL("payload::jsonb"), due]
         row += [sql.Literal(value) for value in columns.values()]
-        statement = sql.SQL("INSERT INTO enlist_job ({}) SELECT {} FROM unnest(%s, %s) WITH ORDINALITY AS row (id, payload, n)")
-        row[0], row[2] = sql.SQL("id"), sql.SQL("payload::jsonb")
+        statement = sql.SQL(
+            "INSERT INTO enlist_job ({}) SELECT {} FROM unnest(%s::uuid[], %s::text[]) AS row (id, payload)"
+        )
         self._observer.connection.execute(
             statement.format(sql.SQL(", ").join(map(sql.Identifier, names)), sql.SQL(", ").join(row)),
             (ids, [json.dumps(payload) for payload in payloads]),
@@ -76,14 +75,14 @@ class Jobs:
 
     def wait_all(self, status: str = "done", timeout: float = 10) -> None:
         """Wait until all jobs have a status."""
-        wait_until(
-            lambda: self.counts().keys() <= {status}, timeout, message=f"all jobs {status}; now {self.counts()}"
-        )
+        wait_until(lambda: self.counts().keys() <= {status}, timeout, message=f"all jobs {status}; now {self.counts()}")
 
     def wait_failed(self, job_id: uuid.UUID, attempt: int = 1, timeout: float = 5) -> dict[str, Any]:
         """Wait until the failure of an attempt is written."""
         wait_until(
-            lambda: (row := self.row(job_id))["status"] != "running" and row["last_error"] and row["attempt"] >= attempt,
+            lambda: (
+                (row := self.row(job_id))["status"] != "running" and row["last_error"] and row["attempt"] >= attempt
+            ),
             timeout,
             message=f"a written failure of attempt {attempt}",
         )
@@ -91,9 +90,7 @@ class Jobs:
 
     def effects(self, job_id: uuid.UUID) -> list[tuple[Any, ...]]:
         """The committed effects of a job: (attempt, worker)."""
-        return self._observer.rows(
-            "SELECT attempt, worker FROM shop_effect WHERE job_id = %s ORDER BY id", job_id
-        )
+        return self._observer.rows("SELECT attempt, worker FROM shop_effect WHERE job_id = %s ORDER BY id", job_id)
 
     def effects_by_job(self) -> dict[uuid.UUID, int]:
         return dict(self._observer.rows("SELECT job_id, count(*) FROM shop_effect GROUP BY job_id"))

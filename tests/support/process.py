@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -30,6 +31,7 @@ class WorkerProcess:
         self._module = f"tests.workers.{name}"
         self._lines: list[str] = []
         self._read = 0
+        self._final_log = ""
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed in close)
         self._process = subprocess.Popen(
             [sys.executable, "-m", self._module, json.dumps(self._settings)],
@@ -91,7 +93,9 @@ class WorkerProcess:
         self._process.stdin.flush()
 
     def log(self) -> str:
-        """What it has logged so far."""
+        """What it has logged so far; also after its end."""
+        if self._log.closed:
+            return self._final_log
         self._log.seek(0)
         return self._log.read().decode(errors="replace")
 
@@ -130,10 +134,9 @@ class WorkerProcess:
         self._process.wait()
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):  # what was said last was not heard
             self._process.stdin.close()
-        except BrokenPipeError:
-            pass  # what was said last was not heard
         self._reader.join()
         self._process.stdout.close()
+        self._final_log = self.log()
         self._log.close()

@@ -1,0 +1,339 @@
+"""A lease that is lost fences its worker off; a lease that is held is kept, however long the handler runs."""
+
+from __future__ import annotations
+
+import datetime as dt
+import threading
+from collections import Counter
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+import tenacity
+from sqlalchemy import URL, Engine, create_engine
+from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Session
+from sqlalchemy.pool import NullPool
+
+from enlist import HandlerRegistry, Job, JobRecord, Worker
+from enlist._database import Database
+from enlist._reaper import reap
+from enlist._statements import statements_for
+from tests import shop
+from tests.shop import Effect
+from tests.support import Observer, wait_until
+from tests.support.jobs import Jobs, running
+from tests.support.process import WorkerProcess
+
+
+@pytest.fixture
+def jobs(observer: Observer) -> Jobs:
+    return Jobs(observer)
+
+
+# -- a frozen worker -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("isolation", ["READ COMMITTED", "REPEATABLE READ"])
+def test_a_frozen_worker_commits_nothing_after_its_lease_was_taken_over(
+    isolation: str, database_url: URL, jobs: Jobs, observer: Observer
+) -> None:
+    key: dict[str, Any] = {"concurrency_key": "k", "concurrency_limit": 1}
+    settings: dict[str, Any] = {"lease": 1, "engine": {"isolation_level": isolation}}
+    with WorkerProcess(database_url, label="first", **settings) as first:
+        first.expect("ready")
+        job_id = jobs.add("holding", **key)
+        first.expect(f"run holding {job_id} 1")
+        first.freeze()
+        with WorkerProcess(database_url, label="second", **settings) as second:
+            second.expect("ready")
+            second.expect(f"run holding {job_id} 2")
+            next_of_key = jobs.add("healthy", **key)
+            assert jobs.status(next_of_key) == "queued"
+            token = jobs.row(job_id)["lease_token"]
+
+            first.thaw()
+            first.say("go")
+            wait_until(lambda: "lease was lost" in first.log(), 10)
+            row = jobs.row(job_id)
+            assert (row["status"], row["attempt"], row["lease_token"]) == ("running", 2, token)
+            assert jobs.effects(job_id) == []
+            assert jobs.status(next_of_key) == "queued"
+
+            second.say("go")
+            row = jobs.wait(job_id)
+            assert (row["status"], row["attempt"], row["lost"]) == ("done", 2, 1)
+            assert jobs.effects(job_id) == [(2, "second")]
+            assert jobs.wait(next_of_key)["started_at"] >= row["finished_at"]
+            assert first.log().count("lease was lost") == 1
+
+            second.terminate()
+            assert second.wait() == 0
+            # The one that was frozen takes new work.
+            later = jobs.add("healthy")
+            jobs.wait(later)
+            assert jobs.effects(later) == [(1, "first")]
+
+
+# -- statements ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def statements() -> Any:
+    table = sa.inspect(JobRecord).local_table
+    assert isinstance(table, sa.Table)
+    return statements_for(table)
+
+
+def _running(jobs: Jobs, observer: Observer, count: int, seconds: float) -> list[Any]:
+    """Jobs that run under token 1, with a lease that ends in some seconds."""
+    ids = jobs.add_many("work", count)
+    observer.execute(
+        "UPDATE enlist_job SET status = 'running', attempt = 1, lease_token = 1, locked_by = 'other',"
+        " started_at = statement_timestamp(), locked_until = statement_timestamp() + %s WHERE id = ANY(%s)",
+        dt.timedelta(seconds=seconds),
+        ids,
+    )
+    return ids
+
+
+def _database(url: URL) -> Database:
+    return Database(create_engine(url, poolclass=NullPool, isolation_level="AUTOCOMMIT"), JobRecord)
+
+
+def test_a_reaper_takes_back_only_what_has_expired_at_that_moment(
+    engine: Engine, database_url: URL, jobs: Jobs, observer: Observer, statements: Any
+) -> None:
+    """Finishing, renewed, claimed again: each is locked or changed when the reaper comes, and it lets them be."""
+    finishing, renewed, again, stuck = _running(jobs, observer, 4, -1)
+    database = _database(database_url)
+    with engine.connect() as handler, engine.connect() as beating:
+        handler.execute(statements.finish(0), {"job_id": finishing, "token": 1})
+        beating.execute(statements.renew, {"ids": [renewed], "tokens": [1], "lease": dt.timedelta(seconds=60)})
+        observer.execute(
+            "UPDATE enlist_job SET lease_token = 3, attempt = 2, locked_until = statement_timestamp() + interval '60 s'"
+            " WHERE id = %s",
+            again,
+        )
+        start = threading.Barrier(2)
+        reaped: list[Any] = []
+
+        def run() -> None:
+            start.wait(5)
+            reaped.extend(row.id for row in reap(database))
+
+        reapers = [threading.Thread(target=run) for _ in range(2)]
+        for thread in reapers:
+            thread.start()
+        for thread in reapers:
+            thread.join()
+        handler.commit()
+        beating.commit()
+    assert reaped == [stuck]
+    assert reap(database) == []
+    row = jobs.row(stuck)
+    assert (row["status"], row["attempt"], row["lost"], row["lease_token"]) == ("queued", 1, 1, 2)
+    assert [entry["error"].startswith("worker lost: other") for entry in row["errors"]] == [True]
+    assert jobs.row(finishing)["status"] == "done"
+    assert (jobs.row(finishing)["errors"], jobs.row(finishing)["lease_token"]) == ([], 1)
+    assert (jobs.row(renewed)["status"], jobs.row(renewed)["lease_token"]) == ("running", 1)
+    assert (jobs.row(again)["status"], jobs.row(again)["lease_token"]) == ("running", 3)
+
+
+def test_an_old_token_changes_nothing(database_url: URL, jobs: Jobs, observer: Observer, statements: Any) -> None:
+    (job_id,) = _running(jobs, observer, 1, 60)
+    observer.execute("UPDATE enlist_job SET lease_token = 2")
+    before = jobs.row(job_id)
+    database = _database(database_url)
+    held: dict[str, Any] = {"ids": [job_id], "tokens": [1]}
+    one: dict[str, Any] = {"job_id": job_id, "token": 1}
+    settle = {"statuses": ["dead"], "delays": [None], "returned": [0], "errors": ["x"], "entries": ["{}"]}
+    (row,) = database.execute(statements.renew, {**held, "lease": dt.timedelta(seconds=600)})
+    assert row.lease_token == 2  # it tells whose the job is now
+    assert database.execute(statements.complete, held) == []
+    assert database.execute(statements.settle, {**held, **settle}) == []
+    assert database.execute(statements.start, one) == []
+    assert database.execute(statements.lock_row, {**one, "idle_limit": "1s"}) == []
+    with database.transaction() as connection:
+        assert connection.execute(statements.finish(0), one).rowcount == 0
+    assert jobs.row(job_id) == before
+
+
+def test_a_job_claimed_but_not_started_gets_its_attempt_back(database_url: URL, jobs: Jobs, observer: Observer) -> None:
+    (job_id,) = _running(jobs, observer, 1, -1)
+    observer.execute("UPDATE enlist_job SET started_at = NULL")
+    reap(_database(database_url))
+    row = jobs.row(job_id)
+    assert (row["status"], row["attempt"], row["lost"], row["last_error"], row["errors"]) == ("queued", 0, 0, None, [])
+
+
+def test_the_last_attempt_of_a_lost_worker_is_the_end(database_url: URL, jobs: Jobs, observer: Observer) -> None:
+    (job_id,) = _running(jobs, observer, 1, -1)
+    observer.execute("UPDATE enlist_job SET max_attempts = 1, unique_key = 'k', unique_held = true")
+    reap(_database(database_url))
+    row = jobs.row(job_id)
+    assert (row["status"], row["attempt"], row["lost"], row["unique_held"]) == ("dead", 1, 1, False)
+    assert row["last_error"].startswith("worker lost: other let the lease run out at")
+
+
+# -- leases that are kept ------------------------------------------------------------------------------------
+
+
+def test_a_blocked_event_loop_loses_no_lease(engine: Engine, jobs: Jobs, observer: Observer) -> None:
+    handlers = HandlerRegistry()
+    runs: Counter[int] = Counter()
+    go = threading.Event()
+
+    @handlers.handler("blocking")
+    async def blocking(session: AsyncSession, job: Job[Any]) -> None:
+        session.add(Effect(job_id=job.id))
+        runs[job.attempt] += 1
+        go.wait(20)
+
+    job_id = jobs.add("blocking")
+    others = [Worker(engine, handlers, lease=0.5, poll_interval=0.05) for _ in range(2)]
+    with running(*others):
+        try:
+            observer.wait_for("SELECT count(*) = 1 FROM enlist_job WHERE status = 'running'")
+            until = jobs.row(job_id)["locked_until"]
+            # Renewed until two more leases would have ended.
+            observer.wait_for("SELECT locked_until > %s FROM enlist_job", until + dt.timedelta(seconds=1))
+        finally:
+            go.set()
+        row = jobs.wait(job_id)
+    assert (row["status"], row["attempt"], row["lost"]) == ("done", 1, 0)
+    assert runs == {1: 1}
+
+
+@pytest.mark.parametrize("kind", ["plain", "async"])
+@pytest.mark.parametrize("isolation", ["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"])
+def test_a_handler_longer_than_its_lease_completes_at_any_isolation_level(
+    isolation: str, kind: str, database_url: URL, jobs: Jobs
+) -> None:
+    """It has used its session before the heartbeats come: above READ COMMITTED these must leave the row alone."""
+    engine = create_engine(database_url, isolation_level=isolation)
+    handlers = HandlerRegistry()
+
+    @handlers.handler("plain", wait=tenacity.wait_fixed(600))
+    def plain(session: Session, job: Job[Any]) -> None:
+        session.add(Effect(job_id=job.id, worker=str(session.scalar(sa.text("SHOW transaction_isolation")))))
+        session.flush()
+        session.execute(sa.text("SELECT pg_sleep(0.9)"))
+
+    @handlers.handler("async", wait=tenacity.wait_fixed(600))
+    async def asynchronous(session: AsyncSession, job: Job[Any]) -> None:
+        level = await session.scalar(sa.text("SHOW transaction_isolation"))
+        session.add(Effect(job_id=job.id, worker=str(level)))
+        await session.flush()
+        await session.execute(sa.text("SELECT pg_sleep(0.9)"))
+
+    job_id = jobs.add(kind)
+    workers = [Worker(engine, handlers, lease=0.5, poll_interval=0.05) for _ in range(2)]
+    with running(*workers):
+        row = jobs.wait(job_id)
+    engine.dispose()
+    assert (row["status"], row["attempt"], row["lost"], row["last_error"]) == ("done", 1, 0, None)
+    assert jobs.effects(job_id) == [(1, isolation.lower())]
+
+
+def test_hold_lock_keeps_the_row_locked_from_the_first_use(engine: Engine, jobs: Jobs, observer: Observer) -> None:
+    handlers = HandlerRegistry()
+    inside, go = threading.Event(), threading.Event()
+
+    @handlers.handler("plain", hold_lock=True)
+    def plain(session: Session, job: Job[Any]) -> None:
+        session.add(Effect(job_id=job.id))
+        session.flush()
+        inside.set()
+        go.wait(10)
+
+    job_id = jobs.add("plain")
+    with running(Worker(engine, handlers, lease=5, poll_interval=0.05)):
+        try:
+            assert inside.wait(5)
+            assert observer.rows("SELECT id FROM enlist_job FOR NO KEY UPDATE SKIP LOCKED") == []
+        finally:
+            go.set()
+        assert jobs.wait(job_id)["status"] == "done"
+
+
+# -- conflicts are run again in the same attempt -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["plain", "async"])
+def test_a_serialization_failure_runs_the_handler_again(
+    kind: str, database_url: URL, jobs: Jobs, observer: Observer
+) -> None:
+    engine = create_engine(database_url, isolation_level="SERIALIZABLE")
+    observer.execute("INSERT INTO shop_counter (name, value) VALUES ('c', 0)")
+    handlers = HandlerRegistry()
+    together = threading.Barrier(2)
+    runs: list[int] = []
+
+    def body(session: Session, job: Job[Any]) -> None:
+        counter = session.get_one(shop.Counter, "c")
+        runs.append(job.attempt)
+        if len(runs) <= 2:
+            together.wait(10)  # both have read before either writes
+        counter.value += 1
+        session.flush()
+
+    @handlers.handler("plain", wait=tenacity.wait_fixed(600))
+    def plain(session: Session, job: Job[Any]) -> None:
+        body(session, job)
+
+    @handlers.handler("async", wait=tenacity.wait_fixed(600))
+    async def asynchronous(session: AsyncSession, job: Job[Any]) -> None:
+        await session.run_sync(body, job)
+
+    # Two workers: async handlers would block each other's loop at the barrier.
+    ids = jobs.add_many(kind, 2)
+    workers = [Worker(engine, handlers, queues={"default": 1}, poll_interval=0.05) for _ in range(2)]
+    with running(*workers):
+        rows = [jobs.wait(job_id) for job_id in ids]
+    engine.dispose()
+    assert [(row["status"], row["attempt"], row["last_error"]) for row in rows] == [("done", 1, None)] * 2
+    assert observer.scalar("SELECT value FROM shop_counter") == 2
+    assert len(runs) == 3
+    assert set(runs) == {1}
+
+
+def test_a_deadlock_runs_the_handler_again(engine: Engine, jobs: Jobs, observer: Observer) -> None:
+    observer.execute("INSERT INTO shop_counter (name, value) VALUES ('a', 0), ('b', 0)")
+    handlers = HandlerRegistry()
+    together = threading.Barrier(2)
+    runs: list[int] = []
+
+    @handlers.handler("plain", wait=tenacity.wait_fixed(600))
+    def plain(session: Session, job: Job[Any]) -> None:
+        session.execute(sa.text("SET LOCAL deadlock_timeout = '20ms'"))
+        for number, name in enumerate(job.payload["names"]):
+            bump = sa.update(shop.Counter).where(shop.Counter.name == name)
+            session.execute(bump.values(value=shop.Counter.value + 1))
+            if number == 0:
+                runs.append(job.attempt)
+                if len(runs) <= 2:
+                    together.wait(10)
+
+    ids = jobs.add_many("plain", [{"names": ["a", "b"]}, {"names": ["b", "a"]}])
+    with running(Worker(engine, handlers, poll_interval=0.05)):
+        rows = [jobs.wait(job_id) for job_id in ids]
+    assert [(row["status"], row["attempt"]) for row in rows] == [("done", 1)] * 2
+    assert observer.rows("SELECT value FROM shop_counter") == [(2,), (2,)]
+    assert runs == [1, 1, 1]
+
+
+def test_a_conflict_that_stays_becomes_an_ordinary_failure(engine: Engine, jobs: Jobs) -> None:
+    handlers = HandlerRegistry()
+    runs: list[int] = []
+
+    @handlers.handler("plain", wait=tenacity.wait_fixed(600))
+    def plain(session: Session, job: Job[Any]) -> None:
+        runs.append(job.attempt)
+        session.execute(sa.text("DO $$ BEGIN RAISE SQLSTATE '40001'; END $$"))
+
+    job_id = jobs.add("plain")
+    with running(Worker(engine, handlers, poll_interval=0.05)):
+        row = jobs.wait_failed(job_id)
+    assert (row["status"], row["attempt"]) == ("queued", 1)
+    assert runs == [1] * 4
