@@ -54,4 +54,4 @@ def docs(session: nox.Session) -> None:
 def slow(session: nox.Session) -> None:
     """Run the tests that take long (marker `slow`): about 5 minutes."""
     session.install("-e", ".[test]")
-    session.run("pytest", "-m", "slow", "--timeout=600", *session.posargs)
+    session.run("pytest", "-m", "slow", "--timeout=600", "-n", "0", *session.posargs)

@@ -265,6 +265,8 @@ class EmbeddedServer:
 
     def _write_settings(self) -> None:
         settings = {
+            # In the data directory, and gone with it: a killed server leaves what it has in /dev/shm.
+            "dynamic_shared_memory_type": "mmap",
             **self._settings,
             "listen_addresses": "",
             "port": str(_PORT),
