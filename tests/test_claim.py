@@ -16,6 +16,7 @@ from sqlalchemy.orm import Session
 from sqlalchemy.pool import NullPool
 
 from enlist import HandlerRegistry, Job, JobRecord, Worker
+from enlist._claimer import Claimer
 from enlist._statements import Statements, statements_for
 from enlist.demo.server import EmbeddedServer
 from enlist.migrations import migrate
@@ -482,3 +483,26 @@ def test_the_key_is_freed_whatever_the_end(engine: Engine, jobs: Jobs) -> None:
     assert jobs.status(dead) == "dead"
     for job_id in [*ids, dead, last]:
         assert jobs.row(job_id)["concurrency_slot"] is None
+
+
+def test_a_claim_of_a_key_whose_answer_is_lost_is_given_back(
+    engine: Engine, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim_keyed = Claimer._claim_keyed
+    lost: list[Any] = []
+
+    def losing(self: Claimer, *arguments: Any) -> list[Any]:
+        rows = claim_keyed(self, *arguments)
+        if rows and not lost:
+            lost.extend(rows)
+            raise sa.exc.OperationalError("the answer", {}, Exception("was lost"))
+        return rows
+
+    monkeypatch.setattr(Claimer, "_claim_keyed", losing)
+    job_id = jobs.add("work", concurrency_key="k", concurrency_limit=1)
+    ran: list[uuid.UUID] = []
+    with running(Worker(engine, recording(ran), poll_interval=0.05, lease=60)):
+        jobs.wait(job_id)
+    row = jobs.row(job_id)
+    assert (row["status"], row["attempt"], row["lost"]) == ("done", 1, 0)
+    assert len(lost) == 1

@@ -163,6 +163,7 @@ def test_a_traceback_is_shown_when_it_is_asked_for(enlist: Enlist) -> None:
     [
         ("postgres://u@h/d", "postgresql+psycopg://u@h/d"),
         ("postgresql://u@h:5433/d", "postgresql+psycopg://u@h:5433/d"),
+        ("POSTGRESQL://u@h/d", "postgresql+psycopg://u@h/d"),
         ("postgresql+psycopg2://u@h/d", "postgresql+psycopg://u@h/d"),
         ("postgresql+asyncpg://u@h/d?ssl=require", "postgresql+psycopg://u@h/d?sslmode=require"),
         ("postgresql+asyncpg://h/d?prepared_statement_cache_size=0", "postgresql+psycopg://h/d"),
@@ -185,6 +186,8 @@ def test_a_url_is_shown_without_its_password_wherever_it_is() -> None:
     [
         (f"postgresql:/u:{PASSWORD}@h/d", "the database URL cannot be read"),
         (f"postgresql://u:{PASSWORD}@h:port/d", "the database URL cannot be read"),
+        (f"postgresql://u:pass@{PASSWORD}@h/d", "in the user's name and the password @ is written %40"),
+        (f"postgresql://us/er:{PASSWORD}@h/d", "in the user's name and the password @ is written %40"),
         (f"host=h password={PASSWORD}", "the database URL cannot be read"),
         (f"mysql://u:{PASSWORD}@h/d", "enlist works on PostgreSQL, not on 'mysql'"),
         (f"postgresql://u:{PASSWORD}@127.0.0.1:1/d", r"cannot connect to postgresql\S+//u:\*\*\*@127.0.0.1:1/d: "),
@@ -335,6 +338,14 @@ def test_status_without_tables_or_at_an_older_step(
         ("", "loaded:", "'loaded:' should be module:object, such as shop.jobs:worker"),
         ("import no_such_package", "loaded:worker", "importing 'loaded' failed: ModuleNotFoundError: No module named "),
         ("\n1 / 0", "loaded:worker", "importing 'loaded' failed: ZeroDivisionError: division by zero "),
+        ("raise SystemExit(3)", "loaded:worker", "importing 'loaded' failed: SystemExit: 3 "),
+        ("class Stop(BaseException): ...\nraise Stop('x')", "loaded:worker", "importing 'loaded' failed: Stop: x "),
+        ("def worker():\n    raise SystemExit", "loaded:worker", "calling loaded:worker failed: SystemExit: "),
+        (
+            "def __getattr__(name): return {}[name]",
+            "loaded:worker",
+            "getting loaded:worker failed: KeyError: 'worker' ",
+        ),
         ("worker = {}", "loaded:worker", "loaded:worker is a dict, not a Worker, nor a function that returns one"),
         ("def worker(): return 42", "loaded:worker", "loaded:worker is an int, not a Worker"),
         ("def worker(url): ...", "loaded:worker", "loaded:worker is a function that cannot be called without argument"),
@@ -363,6 +374,9 @@ def test_where_an_import_failed_is_said(enlist: Enlist, tmp_path: Path) -> None:
     write_module(tmp_path, "broken", "def divide():\n    1 / 0\ndivide()")
     line = enlist("worker", "broken:worker").error
     assert line.endswith(f"({tmp_path / 'broken.py'}, line 2); --traceback shows more")
+    write_module(tmp_path, "unreadable", "\ndef f(:")
+    line = enlist("worker", "unreadable:worker").error
+    assert line.endswith(f"({tmp_path / 'unreadable.py'}, line 2); --traceback shows more")
 
 
 def test_a_missing_worker_is_named_after_those_there_are(enlist: Enlist, application: str) -> None:
@@ -487,3 +501,18 @@ def test_a_worker_waits_for_a_database_says_so_once_and_can_be_stopped(start: St
     assert process.returncode == 0
     assert "trying again" not in rest
     assert PASSWORD not in said[0] + rest
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_what_cannot_be_written_is_one_line(database_url: URL) -> None:
+    url = database_url.render_as_string(hide_password=False)
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "enlist", "status", "--database-url", url],
+            check=False,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert done.returncode == 1
+    assert re.fullmatch(r"enlist: .*No space left on device\n", done.stderr)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime as dt
+import subprocess
+import sys
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +16,7 @@ from sqlalchemy.exc import IntegrityError, InvalidRequestError, PendingRollbackE
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 from enlist import (
+    InvalidOption,
     JobHandle,
     JobRecord,
     JobRepository,
@@ -612,3 +615,87 @@ def test_handles_are_readable_after_close_without_sql(engine: Engine, statements
     assert (handle.state, handle.inserted, handle.existing_id) == (JobState.COMMITTED, True, None)
     assert str(handle.id) in repr(handle)
     assert statements.events == []
+
+
+RAISING_LISTENER = """
+import sys
+from sqlalchemy import create_engine, event
+from sqlalchemy.orm import Session
+
+def fail(session):
+    raise RuntimeError("a listener")
+
+event.listen(Session, "after_commit", fail)  # before enlist is there
+from enlist import JobRepository
+
+session = Session(create_engine(sys.argv[1]))
+handle = JobRepository().enqueue(session, "note", {"text": "a"})
+try:
+    session.commit()
+except RuntimeError:
+    session.close()
+    print(handle.state)
+"""
+
+
+def test_a_listener_that_fails_after_the_commit_does_not_hide_it(database_url: URL, observer: Observer) -> None:
+    url = database_url.render_as_string(hide_password=False)
+    done = subprocess.run([sys.executable, "-c", RAISING_LISTENER, url], capture_output=True, text=True, check=True)
+    assert done.stdout == "committed\n"
+    assert texts(observer) == ["a"]
+
+
+@pytest.mark.parametrize("hook", ["before_attach", "after_attach", "transient_to_pending"])
+def test_a_listener_may_enqueue_for_whatever_is_added(engine: Engine, observer: Observer, hook: str) -> None:
+    with Session(engine) as session:
+        handles: list[JobHandle] = []
+
+        def enqueue(*arguments: object) -> None:
+            if len(handles) < 3:
+                handles.append(repo.enqueue(session, Note(text=hook)))
+
+        event.listen(session, hook, enqueue)
+        repo.enqueue(session, Note(text="a"))
+        session.commit()
+        assert {handle.state for handle in handles} == {JobState.COMMITTED}
+    assert sorted(texts(observer)) == sorted(["a", *[hook] * len(handles)])
+
+
+def test_a_late_payload_that_closes_its_session_fails_the_flush(engine: Engine, observer: Observer) -> None:
+    with Session(engine) as session:
+        session.add(Order(ref="a"))
+
+        def make() -> Note:
+            session.close()
+            return Note()
+
+        handle = repo.enqueue(session, make)
+        with pytest.raises((sa.exc.SQLAlchemyError, SessionError, PayloadError)):
+            session.commit()
+        session.commit()
+        assert state_of(handle) is JobState.DISCARDED
+    assert texts(observer) == []
+
+
+def test_a_trigger_that_keeps_jobs_out_is_named(engine: Engine, observer: Observer) -> None:
+    observer.execute("CREATE FUNCTION keep_out() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END'")
+    observer.execute("CREATE TRIGGER t BEFORE INSERT ON enlist_job FOR EACH ROW EXECUTE FUNCTION keep_out()")
+    with Session(engine) as session:
+        repo.enqueue(session, Note())
+        with pytest.raises(SchemaError, match="a trigger or a rule"):
+            session.commit()
+
+
+@pytest.mark.parametrize("items", [Note(), "text", {"a": 1}, None, 7])
+def test_many_items_are_an_iterable_of_payloads(engine: Engine, items: Any) -> None:
+    with Session(engine) as session, pytest.raises(InvalidOption, match="iterable of payloads"):
+        repo.enqueue_many(session, items)
+
+
+def test_an_engine_that_streams_results(engine: Engine, observer: Observer) -> None:
+    with Session(engine.execution_options(stream_results=True, yield_per=10)) as session:
+        repo.enqueue(session, Note(text="a"), unique_key="a")
+        duplicate = repo.enqueue(session, Note(text="b"), unique_key="a")
+        session.commit()
+        assert state_of(duplicate) is JobState.DUPLICATE
+    assert texts(observer) == ["a"]

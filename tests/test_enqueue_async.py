@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 
 from enlist import JobRecord, JobRepository, JobState, PayloadError, SessionError
 from enlist._statements import statements_for
-from tests.jobs import Note, SendReceipt, texts
+from tests.jobs import Note, SendReceipt, state_of, texts
 from tests.shop import Order
 from tests.support import Observer, StatementRecorder
 
@@ -141,3 +141,23 @@ async def test_a_cancelled_commit_is_unknown_or_committed_but_never_discarded(
             await task
         await session.close()
     assert handle.state in {JobState.UNKNOWN, JobState.COMMITTED}
+
+
+async def test_a_commit_after_a_swallowed_error_is_refused(any_async_engine: AsyncEngine, observer: Observer) -> None:
+    async with AsyncSession(any_async_engine) as session:
+        lost = repo.enqueue(session, Note(text="lost"))
+        await session.flush()
+        with pytest.raises(sa.exc.DBAPIError):
+            await session.execute(sa.text("SELECT 1/0"))
+        with pytest.raises(SessionError, match="swallowed"):
+            await session.commit()
+        await session.rollback()
+        assert state_of(lost) is JobState.DISCARDED
+        kept = repo.enqueue(session, Note(text="kept"))
+        await session.flush()
+        with pytest.raises(sa.exc.DBAPIError):
+            async with session.begin_nested():
+                await session.execute(sa.text("SELECT 1/0"))
+        await session.commit()
+        assert state_of(kept) is JobState.COMMITTED
+    assert texts(observer) == ["kept"]

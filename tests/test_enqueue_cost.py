@@ -135,3 +135,12 @@ def test_a_forked_child_makes_other_ids(monkeypatch: pytest.MonkeyPatch) -> None
     assert not ours & theirs
     # Ids made in the same millisecond differ in more than their last 32 bits.
     assert not {one.int >> 32 for one in ours} & {one.int >> 32 for one in theirs}
+
+
+def test_large_payloads_are_spread_over_statements(engine: Engine, statements: StatementRecorder) -> None:
+    """The server's time for one array of them grows with its square, and at 1 GB it ends."""
+    with Session(engine) as session:
+        handles = repo.enqueue_many(session, [Note(text="x" * size) for size in (400_000, 500_000, 200_000, 1_000_000)])
+        session.commit()
+    assert len(statements.matching("INSERT")) == 3
+    assert all(handle.inserted for handle in handles)

@@ -130,6 +130,13 @@ def test_a_connection_that_commits_by_itself_is_refused(empty_database_url: URL)
         assert connection.scalar(sa.text("SELECT count(*) FROM pg_class WHERE relname LIKE 'enlist%'")) == 0
 
 
+@pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
+def test_a_connection_with_an_old_snapshot_is_refused(empty_database_url: URL, level: Any) -> None:
+    engine = create_engine(empty_database_url, poolclass=NullPool, isolation_level=level)
+    with engine.begin() as connection, pytest.raises(ConfigurationError, match=f"at {level}.*READ COMMITTED"):
+        migrate(connection)
+
+
 def test_two_migrations_at_once_wait_for_each_other(empty_database_url: URL) -> None:
     engine = create_engine(empty_database_url, poolclass=NullPool)
     steps: list[list[int]] = []

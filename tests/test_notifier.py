@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import asyncpg  # type: ignore[import-untyped]
+import psycopg
 import pytest
 import sqlalchemy as sa
 from sqlalchemy import URL, Engine
@@ -191,14 +192,14 @@ def test_a_server_that_is_away_delays_no_producer_and_is_said_once(
 ) -> None:
     away = sa.create_engine(private_server.url())
     statements = statements_for(sa.inspect(JobRecord).local_table)
-    notifier.committed(away, statements, {"q"}, notified=False)
+    notifier.committed(away, statements, {"q"}, used=away, notified=False)
     with Observer(private_server.url()) as observer:
         observer.listen(CHANNEL)
         notifier.close_all()
     private_server.stop()
     for _ in range(100):
         begun = time.monotonic()
-        notifier.committed(away, statements, {"q"}, notified=False)
+        notifier.committed(away, statements, {"q"}, used=away, notified=False)
         assert time.monotonic() - begun < 0.1
     wait_until(lambda: any("failed, trying again" in message for message in caplog.messages))
     private_server.start()
@@ -271,7 +272,7 @@ def test_an_exit_does_not_wait_for_a_server_that_is_away(database_url: URL) -> N
         "from enlist._statements import statements_for\n"
         "away = sa.create_engine('postgresql+psycopg://nobody@192.0.2.1/none')\n"
         "statements = statements_for(sa.inspect(__import__('enlist').JobRecord).local_table)\n"
-        "notifier.committed(away, statements, {'q'}, notified=False)",
+        "notifier.committed(away, statements, {'q'}, used=away, notified=False)",
     )
     assert time.monotonic() - begun < 10
 
@@ -294,3 +295,23 @@ commit("parent")
 """,
     )
     assert sorted(observer.notified(at_least=3, timeout=2)) == ["before", "child", "parent"]
+
+
+def test_a_connection_that_the_application_uses_is_left_alone(
+    database_url: URL, observer: Observer, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, arguments = database_url.get_dialect()().create_connect_args(database_url)
+    only = psycopg.connect(**arguments)
+    engine = sa.create_engine("postgresql+psycopg://", creator=lambda: only, poolclass=sa.StaticPool)
+    for text in ("a", "b", "c"):
+        with Session(engine) as session:
+            repo.enqueue(session, Note(text=text))
+            session.flush()
+            time.sleep(0.1)  # for the notifier to get in the way
+            session.commit()
+    notifier.close_all()
+    assert not only.closed
+    assert texts(observer) == ["a", "b", "c"]
+    assert "one connection again and again" in caplog.text
+    engine.dispose()
+    only.close()

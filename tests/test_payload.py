@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import datetime as dt
 import decimal
@@ -10,6 +11,7 @@ import json
 import math
 import sys
 import uuid
+import zoneinfo
 from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 import pytest
@@ -24,6 +26,7 @@ from pydantic import (
     SecretBytes,
     SecretStr,
     ValidationError,
+    ValidationInfo,
     field_validator,
 )
 from sqlalchemy import Engine
@@ -440,3 +443,53 @@ def test_extra_values_are_kept_if_the_class_allows_them() -> None:
     assert decode(Open, json.loads(encode(payload))) == payload
     with pytest.raises(PayloadError, match=r"payload\.a\[0\] is nan"):
         encode(Open(a=[math.nan]))  # type: ignore[call-arg]
+
+
+def test_an_ordered_dict_is_refused_at_the_definition() -> None:
+    with pytest.raises(PayloadError, match=r"Ordered\.steps is an OrderedDict, whose order is lost"):
+
+        class Ordered(JobPayload, kind="ordered"):
+            steps: collections.OrderedDict[str, int]
+
+
+@pytest.mark.parametrize("value", [math.inf, [math.nan], {"a": -math.inf}])
+def test_a_float_that_is_not_finite_is_refused_though_the_class_would_write_it(value: Any) -> None:
+    class Loose(JobPayload, kind="loose", ser_json_inf_nan="constants"):
+        value: Any
+        text: str = "NaN Infinity"
+
+    with pytest.raises(PayloadError, match=r"payload\.value\S* is (nan|-?inf), which JSON cannot hold"):
+        encode(Loose(value=value))
+    assert json.loads(encode(Loose(value=1.0)))["text"] == "NaN Infinity"
+
+
+@pytest.mark.parametrize("fold", [0, 1])
+def test_a_datetime_of_the_hour_that_comes_twice_is_taken(fold: int) -> None:
+    class Timed(JobPayload, kind="timed"):
+        times: list[dt.datetime]
+
+    at = dt.datetime(2026, 10, 25, 2, 30, fold=fold, tzinfo=zoneinfo.ZoneInfo("Europe/Berlin"))
+    back = decode(Timed, json.loads(encode(Timed(times=[at]))))
+    assert back.times[0].astimezone(dt.UTC) == at.astimezone(dt.UTC)
+
+
+def test_a_validator_that_fails_in_its_own_way_is_a_payload_error() -> None:
+    class Bound(JobPayload, kind="bound"):
+        value: int
+
+        @field_validator("value")
+        @classmethod
+        def check(cls, value: int, info: ValidationInfo) -> int:
+            assert isinstance(info.context, dict), "no context" if value else ""
+            return value
+
+        @field_validator("value", mode="before")
+        @classmethod
+        def look_up(cls, value: Any, info: ValidationInfo) -> Any:
+            return info.context["values"][value]  # type: ignore[index]
+
+    payload = Bound.model_validate({"value": 1}, context={"values": {1: 1}})
+    with pytest.raises(PayloadError, match="cannot be read back and compared: TypeError"):
+        encode(payload)
+    with pytest.raises(PayloadError, match="does not fit Bound: reading it raised TypeError"):
+        decode(Bound, {"value": 1})

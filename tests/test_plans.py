@@ -44,6 +44,7 @@ HOT: dict[str, tuple[Any, dict[str, Any]]] = {
     "start": (STATEMENTS.start, {"job_id": IDS[0], "token": 1}),
     "finish": (STATEMENTS.finish(1), {"job_id": IDS[0], "token": 1}),
     "lock_row": (STATEMENTS.lock_row, {"job_id": IDS[0], "token": 1, "idle_limit": "60s"}),
+    "states": (STATEMENTS.states, {"ids": IDS}),
     "fate": (STATEMENTS.fate, {"job_id": IDS[0]}),
     "disown": (STATEMENTS.disown, {"worker": "w", "ids": IDS}),
     "holders": (STATEMENTS.holders, {"kinds": ["a", "a"], "keys": ["1", "2"]}),
@@ -82,13 +83,13 @@ def test_no_hot_statement_scans_the_table(table: Engine, generic: bool) -> None:
     assert "enlist_job_lease" in plans["reap"]
 
 
-def _explain(connection: sa.Connection, statement: Any, parameters: dict[str, Any]) -> str:
+def _explain(connection: sa.Connection, statement: Any, parameters: dict[str, Any], options: str = "") -> str:
     compiled = statement.compile(dialect=connection.dialect)
     values = {
         name: processor(value) if (processor := compiled._bind_processors.get(name)) else value
         for name, value in compiled.construct_params(parameters).items()
     }
-    lines = connection.exec_driver_sql(f"EXPLAIN {compiled}", values).scalars()
+    lines = connection.exec_driver_sql(f"EXPLAIN ({options or 'COSTS'}) {compiled}", values).scalars()
     return "\n".join(lines)
 
 
@@ -99,3 +100,29 @@ def _explain_generic(connection: sa.Connection, statement: Any, _parameters: dic
     numbered = re.sub(r"%\((\w+)\)s", lambda match: f"${names.index(match[1]) + 1}", compiled)
     lines = connection.exec_driver_sql(f"EXPLAIN (GENERIC_PLAN) {numbered}").scalars()
     return "\n".join(lines)
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["its slot is free", "its slot is taken"])
+def test_a_long_line_for_one_key_holds_up_nobody(engine: Engine, held: bool) -> None:
+    """20,000 jobs of one key stand in front: those without a key are claimed, and no row is looked up for each."""
+    with engine.begin() as connection:
+        connection.exec_driver_sql(
+            "INSERT INTO enlist_job (id, kind, concurrency_key, concurrency_limit)"
+            " SELECT gen_random_uuid(), 'a', 'hot', 1 FROM generate_series(1, 20000)"
+        )
+        if held:
+            connection.exec_driver_sql(
+                "UPDATE enlist_job SET status = 'running', locked_until = 'infinity', concurrency_slot = 1"
+                " WHERE id = (SELECT id FROM enlist_job LIMIT 1)"
+            )
+        connection.exec_driver_sql(
+            "INSERT INTO enlist_job (id, kind, priority) SELECT gen_random_uuid(), 'a', -1 FROM generate_series(1, 5)"
+        )
+        with connection.begin_nested() as savepoint:
+            plan = _explain(connection, STATEMENTS.claim, CLAIM, "ANALYZE, BUFFERS")
+            savepoint.rollback()
+        rows = connection.execute(STATEMENTS.claim, CLAIM).all()
+    buffers = int(re.findall(r"Buffers: shared hit=(\d+)", plan)[0])
+    assert len([row for row in rows if row.taken]) == 5
+    assert {row.concurrency_key for row in rows if not row.taken} == (set() if held else {"hot"})
+    assert buffers < (25_000 if held else 5_000)

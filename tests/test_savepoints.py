@@ -11,10 +11,10 @@ from sqlalchemy import URL, Engine
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from enlist import JobRecord, JobRepository, JobState, notifier
+from enlist import JobRecord, JobRepository, JobState, SessionError, notifier
 from enlist._statements import statements_for
 from tests.jobs import Note, state_of, texts
-from tests.shop import Order
+from tests.shop import Order, Receipt
 from tests.support import Observer
 
 repo = JobRepository()
@@ -234,3 +234,54 @@ def test_schema_translate_map(engine: Engine, database_url: URL, observer: Obser
         session.commit()
     assert texts(observer) == []
     assert observer.scalar("SELECT count(*) FROM other.enlist_job") == 1
+
+
+def test_a_commit_after_a_swallowed_error_is_refused(engine: Engine, observer: Observer) -> None:
+    """PostgreSQL answers the COMMIT of a failed transaction with a rollback, and no driver tells."""
+    with Session(engine) as session:
+        lost = repo.enqueue(session, Note(text="lost"))
+        session.flush()
+        with pytest.raises(sa.exc.DBAPIError):
+            session.execute(sa.text("SELECT 1/0"))
+        with pytest.raises(SessionError, match="swallowed"):
+            session.commit()
+        session.rollback()
+        assert state_of(lost) is JobState.DISCARDED
+        kept = repo.enqueue(session, Note(text="kept"))
+        session.flush()
+        with pytest.raises(sa.exc.DBAPIError), session.begin_nested():
+            session.execute(sa.text("SELECT 1/0"))
+        session.commit()
+        assert state_of(kept) is JobState.COMMITTED
+    assert texts(observer) == ["kept"]
+
+
+@pytest.mark.parametrize("verb", ["COMMIT", "ROLLBACK"])
+def test_a_transaction_that_is_ended_behind_the_session_leaves_the_outcome_unknown(engine: Engine, verb: str) -> None:
+    with Session(engine) as session:
+        handle = repo.enqueue(session, Note())
+        session.flush()
+        session.execute(sa.text(verb))
+        with pytest.raises(SessionError, match="behind its back"):
+            session.commit()
+        session.rollback()
+        assert state_of(handle) is JobState.UNKNOWN
+
+
+# SQLAlchemy commits them in no particular order, and warns when it rolls back one that it has committed.
+@pytest.mark.filterwarnings("ignore:transaction already deassociated")
+def test_a_commit_that_fails_on_one_of_several_connections_leaves_the_outcome_unknown(
+    engine: Engine, database_url: URL, observer: Observer
+) -> None:
+    observer.execute(
+        "ALTER TABLE shop_receipt ALTER CONSTRAINT shop_receipt_order_id_fkey DEFERRABLE INITIALLY DEFERRED"
+    )
+    other = sa.create_engine(database_url)
+    with Session(binds={JobRecord: engine, Receipt: other}) as session:
+        handle = repo.enqueue(session, Note())
+        session.add(Receipt(order_id=0))
+        with pytest.raises(IntegrityError):
+            session.commit()
+        session.rollback()
+        assert state_of(handle) is JobState.UNKNOWN
+    other.dispose()

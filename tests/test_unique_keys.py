@@ -192,6 +192,7 @@ def test_separate_flushes_in_opposite_order_deadlock_once_and_can_be_retried(
     engine: Engine, observer: Observer
 ) -> None:
     barrier = threading.Barrier(2, timeout=10)
+    survived = threading.Event()
 
     def run(keys: str) -> str | None:
         for attempt in range(2):
@@ -205,7 +206,9 @@ def test_separate_flushes_in_opposite_order_deadlock_once_and_can_be_retried(
                     session.commit()
                 except OperationalError as error:
                     state = sqlstate(error)
+                    survived.wait(10)  # at once it could meet the other in the same place again
                 else:
+                    survived.set()
                     return None if attempt == 0 else state
         return "gave up"
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 
+import psycopg
 import pytest
 import sqlalchemy as sa
 import tenacity
@@ -529,3 +530,41 @@ def test_a_plain_handler_that_returns_what_nobody_runs_fails(returned: str, engi
     assert row["status"] == "queued"
     assert "make it `async def`" in row["last_error"]
     assert jobs.effects(job_id) == []
+
+
+def test_a_schema_translate_map_is_the_workers_too(
+    database_url: URL, engine: Engine, jobs: Jobs, observer: Observer
+) -> None:
+    observer.connection.execute("CREATE SCHEMA tenant")
+    observer.connection.execute("ALTER TABLE enlist_job SET SCHEMA tenant")
+    observer.connection.execute("ALTER TABLE shop_effect SET SCHEMA tenant")
+    mapped = engine.execution_options(schema_translate_map={None: "tenant"})
+    with Session(mapped) as session, session.begin():
+        handles = [JobRepository().enqueue(session, kind, {}) for kind in ("plain", "async")]
+    with running(Worker(mapped, both(), poll_interval=0.05)):
+        observer.wait_for("SELECT count(*) = 2 FROM tenant.enlist_job WHERE status = 'done'")
+    done = observer.rows("SELECT job_id FROM tenant.shop_effect ORDER BY 1")
+    assert done == sorted((handle.id,) for handle in handles)
+
+
+def test_connections_of_another_pool_go_back_as_they_came(database_url: URL, jobs: Jobs) -> None:
+    """As with psycopg's own pool, where closing a connection only gives it back."""
+    given: list[psycopg.Connection[Any]] = []
+    url = database_url.set(drivername="postgresql").render_as_string(hide_password=False)
+
+    class Kept(psycopg.Connection[Any]):
+        def close(self) -> None: ...
+
+    def creator() -> psycopg.Connection[Any]:
+        given.append(Kept.connect(url))
+        return given[-1]
+
+    engine = create_engine("postgresql+psycopg://", creator=creator, poolclass=sa.NullPool)
+    jobs.add_many("plain", 3)
+    with running(Worker(engine, only("plain", both()), poll_interval=0.05)):
+        jobs.wait_all()
+    assert {connection.autocommit for connection in given} == {False}
+    assert {connection.prepare_threshold for connection in given} == {5}
+    for connection in given:
+        assert connection.execute("SELECT count(*) FROM pg_listening_channels()").fetchone() == (0,)
+        psycopg.Connection.close(connection)

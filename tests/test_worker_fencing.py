@@ -337,3 +337,24 @@ def test_a_conflict_that_stays_becomes_an_ordinary_failure(engine: Engine, jobs:
         row = jobs.wait_failed(job_id)
     assert (row["status"], row["attempt"]) == ("queued", 1)
     assert runs == [1] * 4
+
+
+def test_a_handler_is_not_run_again_when_its_job_is_not_ours_any_more(
+    engine: Engine, jobs: Jobs, observer: Observer
+) -> None:
+    handlers = HandlerRegistry()
+    runs: list[int] = []
+
+    @handlers.handler("work", wait=tenacity.wait_fixed(600))
+    def work(session: Session, job: Job[Any]) -> None:
+        runs.append(job.attempt)
+        pid = session.scalar(sa.text("SELECT pg_backend_pid()"))
+        observer.connection.execute("UPDATE enlist_job SET lease_token = lease_token + 1")
+        observer.connection.execute("SELECT pg_terminate_backend(%s)", (pid,))
+        session.execute(sa.text("SELECT 1"))
+
+    job_id = jobs.add("work")
+    with running(Worker(engine, handlers, poll_interval=0.05, lease=60)):
+        wait_until(lambda: runs)
+    assert runs == [1]
+    assert jobs.row(job_id)["last_error"] is None

@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from sqlalchemy import URL, Engine, create_engine
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Session, scoped_session, sessionmaker
-from sqlalchemy.pool import NullPool
+from sqlalchemy.pool import NullPool, SingletonThreadPool, StaticPool
 
 from enlist import (
     ConfigurationError,
@@ -178,6 +178,17 @@ def test_housekeeping_that_cannot_be_derived_is_found_before_the_start(
     )
     with pytest.raises(ConfigurationError, match="sync_bind="):
         Worker(engine, async_handlers).start()
+
+
+@pytest.mark.parametrize("pool", [StaticPool, SingletonThreadPool])
+def test_a_pool_that_gives_a_connection_to_several_handlers(
+    pool: Any, database_url: URL, handlers: HandlerRegistry, async_handlers: HandlerRegistry
+) -> None:
+    with pytest.raises(ConfigurationError, match="does not give each handler a connection of its own"):
+        Worker(create_engine(database_url, poolclass=pool), handlers)
+    if pool is StaticPool:
+        with pytest.raises(ConfigurationError, match="StaticPool"):
+            Worker(create_async_engine(database_url, poolclass=pool), async_handlers)
 
 
 # -- the database at the start -------------------------------------------------------------------------------

@@ -101,6 +101,18 @@ def test_a_plain_handler_that_never_returns_does_not_keep_the_process(database_u
     _taken_over(handlers, database_url, jobs, job_id)
 
 
+def test_a_thread_of_an_async_handler_that_never_returns_does_not_keep_it_either(database_url: URL, jobs: Jobs) -> None:
+    with WorkerProcess(database_url, shutdown_timeout=0.3, lease=60) as process:
+        job_id = jobs.add("async asleep")
+        process.expect("run async asleep")
+        process.terminate()
+        asked = time.monotonic()
+        assert process.wait() == 0
+        assert time.monotonic() - asked < 6
+    row = jobs.row(job_id)
+    assert (row["status"], row["attempt"]) == ("queued", 0)
+
+
 def _taken_over(handlers: HandlerRegistry, url: URL, jobs: Jobs, job_id: Any) -> None:
     engine = sa.create_engine(url)
     with running(Worker(engine, handlers, lease=1, poll_interval=0.05)):
@@ -349,3 +361,68 @@ def test_drain_gives_up_in_time(engine: Engine, jobs: Jobs) -> None:
     jobs.add("work")
     with pytest.raises(TimeoutError, match=r"jobs were still due after 0\.3 seconds"):
         Worker(engine, handlers, shutdown_timeout=0.05).drain(timeout=0.3)
+
+
+# -- from elsewhere ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_handler_may_stop_its_worker(is_async: bool, engine: Engine, jobs: Jobs) -> None:
+    handlers = HandlerRegistry()
+    stopped = []
+
+    def stopping(session: Session, job: Job[Any]) -> None:
+        session.add(Effect(job_id=job.id))
+        stopped.append(worker.stop())
+
+    async def async_stopping(session: AsyncSession, job: Job[Any]) -> None:
+        session.add(Effect(job_id=job.id))
+        stopped.append(worker.stop())
+
+    decorate: Any = handlers.handler("stopping")
+    decorate(async_stopping if is_async else stopping)
+    worker = Worker(engine, handlers, poll_interval=0.05)
+    job_id = jobs.add("stopping")
+    worker.start()
+    wait_until(lambda: stopped)
+    assert worker.stop()  # waits for the end
+    assert stopped == [False]
+    assert jobs.status(job_id) == "done"
+
+
+def test_a_handler_that_stops_its_worker_ends_a_drain(engine: Engine, jobs: Jobs) -> None:
+    handlers = HandlerRegistry()
+
+    @handlers.handler("stopping")
+    def stopping(session: Session, job: Job[Any]) -> None:
+        worker.stop()
+
+    worker = Worker(engine, handlers, queues={"default": 1}, poll_interval=0.05)
+    first, second = jobs.add_many("stopping", 2)
+    worker.drain(timeout=10)
+    assert (jobs.status(first), jobs.status(second)) == ("done", "queued")
+
+
+def test_a_second_stop_waits_for_the_first(engine: Engine, jobs: Jobs) -> None:
+    handlers = HandlerRegistry()
+    started, release = threading.Event(), threading.Event()
+
+    @handlers.handler("held")
+    def held(session: Session, job: Job[Any]) -> None:
+        started.set()
+        release.wait(10)
+
+    worker = Worker(engine, handlers, poll_interval=0.05)
+    job_id = jobs.add("held")
+    worker.start()
+    assert started.wait(5)
+    first = threading.Thread(target=worker.stop)
+    first.start()
+    second = threading.Thread(target=worker.stop)
+    second.start()
+    second.join(0.3)
+    assert second.is_alive()
+    release.set()
+    first.join()
+    second.join()
+    assert jobs.status(job_id) == "done"

@@ -15,7 +15,6 @@ from enlist.exceptions import (
     SessionError,
     TransactionAborted,
     UniqueKeyContended,
-    WorkerLost,
 )
 from enlist.handle import JobHandle, JobState
 from enlist.handlers import HandlerRegistry
@@ -52,5 +51,4 @@ __all__ = [
     "TransactionAborted",
     "UniqueKeyContended",
     "Worker",
-    "WorkerLost",
 ]

@@ -91,11 +91,11 @@ class Claimer:
             return self._poll_interval
         nothing_ran = self.slots.idle and self.all_recorded()
         self._give_back_unheld()
-        self._unanswered = True
         runs = self.claim(demands)
-        self._unanswered = False
-        for run in self.slots.place(runs, demands):
-            self._give_back(run)
+        if refused := self.slots.place(runs, demands):
+            for run in refused:
+                self._give_back(run)
+            return self._poll_interval  # not at once: it would be the same
         if runs:
             # Short of what was asked: the rest of the line may be held up by a careful job or a key just taken.
             full = len(runs) >= sum(demand.number for demand in demands)
@@ -119,23 +119,22 @@ class Claimer:
             return CONTENDED_SECONDS
         now = time.monotonic()
         with self._due_lock:
-            while self._due and self._due[0] <= now - self._poll_interval:
-                heapq.heappop(self._due)
-            if self._due:
-                wait = max(0.0, self._due[0] - now)
-                if wait == 0.0:
-                    heapq.heappop(self._due)
-                return min(self._poll_interval, wait)
-        return self._poll_interval
+            is_due = False
+            while self._due and self._due[0] <= now:  # one claim serves them all
+                is_due = heapq.heappop(self._due) > now - self._poll_interval or is_due
+            if is_due:
+                return 0.0
+            return min(self._poll_interval, self._due[0] - now) if self._due else self._poll_interval
 
     def claim(self, demands: list[Demand]) -> list[Run]:
         """Claim jobs, in the order in which they are to start."""
+        self._unanswered, answered = True, True
         asked = time.monotonic()  # before the claim is sent: the lease may begin as early as that
         parameters = {
             "queues": [demand.queue for demand in demands],
             "limits": [demand.number for demand in demands],
             "kinds": self._kinds,
-            "careful": self.slots.careful_free,
+            "careful": self.slots.careful_free and any(demand.free for demand in demands),
             "worker": self._worker,
             "lease": self._lease,
         }
@@ -151,13 +150,14 @@ class Claimer:
             except SQLAlchemyError as error:
                 # What has been claimed already must not be lost with it.
                 logger.warning("jobs with a concurrency key could not be claimed: %s", brief(error))
-                keyed = []
+                keyed, answered = [], False
             more = [self._run(row, asked) for row in keyed]
             for run in more:
                 self._leases.add(run)
             taken += keyed
             runs += more
-        order = sorted(range(len(runs)), key=lambda n: (-taken[n].priority, taken[n].run_at, taken[n].id))
+        self._unanswered = not answered
+        order = sorted(range(len(runs)), key=lambda n: (-taken[n].priority, taken[n].due, taken[n].id))
         return [runs[n] for n in order]
 
     def _claim_keyed(

@@ -61,8 +61,9 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except (EnlistError, sa.exc.SQLAlchemyError) as error:
-            if ctx.params.get("traceback"):
+        except (EnlistError, sa.exc.SQLAlchemyError, OSError) as error:
+            # A closed pipe (`| head -1`) is click's to end, in silence.
+            if ctx.params.get("traceback") or isinstance(error, BrokenPipeError):
                 raise
             typer.echo(f"enlist: {one_line(error)}", err=True)
             raise typer.Exit(1) from None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import sqlalchemy as sa
 
-from enlist._driver import shown_url, sqlstate
+from enlist._driver import server_message, shown_url
 from enlist.exceptions import ConfigurationError, EnlistError
 
 if TYPE_CHECKING:
@@ -38,7 +39,12 @@ def parse_url(text: str) -> sa.URL:
         url = sa.make_url(text.strip())
     except (sa.exc.ArgumentError, ValueError):
         raise ConfigurationError(f"the database URL cannot be read; it should look like {EXAMPLE}") from None
-    backend, _, driver = url.drivername.partition("+")
+    backend, _, driver = url.drivername.lower().partition("+")
+    if "@" in (url.host or "") or re.search(":.*@", url.database or ""):
+        # Part of a password is where it would be shown.
+        raise ConfigurationError(
+            "the database URL cannot be read: in the user's name and the password @ is written %40, / %2F and : %3A"
+        )
     if backend not in BACKENDS:
         raise ConfigurationError(
             f"enlist works on PostgreSQL, not on {backend!r}; the database URL should look like {EXAMPLE}"
@@ -60,7 +66,7 @@ def engine_for(url: sa.URL) -> sa.Engine:
     if "connect_timeout" not in url.query and "PGCONNECT_TIMEOUT" not in os.environ:
         arguments["connect_timeout"] = CONNECT_SECONDS
     try:
-        return sa.create_engine(url, poolclass=sa.NullPool, connect_args=arguments)
+        return sa.create_engine(url, poolclass=sa.NullPool, connect_args=arguments, isolation_level="READ COMMITTED")
     except ImportError as error:
         raise ConfigurationError(
             f"psycopg cannot be used here ({one_line(error)}): pip install 'enlist[binary]' brings it with libpq"
@@ -84,10 +90,7 @@ def connecting(engine: sa.Engine) -> Iterator[sa.Connection]:
 def one_line(error: BaseException) -> str:
     """Return what an error says, on a line; of a database error what the server said, without statement and data."""
     if isinstance(error, sa.exc.DBAPIError) and error.orig is not None:
-        code = sqlstate(error)
-        # The first line is the message; the server's others may quote rows (DETAIL) or the statement (LINE 1).
-        text = str(error.orig)
-        return _joined(text if code is None else text.partition("\n")[0])
+        return _joined(server_message(error))
     return _joined(str(error)) or type(error).__qualname__
 
 

@@ -54,6 +54,8 @@ def _load(target: str) -> object:
             found = getattr(found, name)
         except AttributeError:
             raise ConfigurationError(_missing(module, path)) from None
+        except Exception as error:
+            raise ConfigurationError(_failed(f"getting {target}", error)) from error
     if isinstance(found, (Worker, HandlerRegistry)) or not callable(found):
         return found
     return _call(target, found)
@@ -71,9 +73,9 @@ def _import(name: str) -> ModuleType:
                 f"there is no module {name!r}: neither in the current directory, {here}, nor installed"
             ) from error
         raise ConfigurationError(_failed(f"importing {name!r}", error)) from error
-    except EnlistError:
+    except (EnlistError, KeyboardInterrupt):
         raise
-    except Exception as error:
+    except BaseException as error:  # SystemExit too: a script that is no module
         raise ConfigurationError(_failed(f"importing {name!r}", error)) from error
 
 
@@ -91,9 +93,9 @@ def _call(target: str, factory: object) -> object:
         raise ConfigurationError(f"{target} is an async function; a plain one is needed to make a worker")
     try:
         return factory()
-    except EnlistError:
+    except (EnlistError, KeyboardInterrupt):
         raise
-    except Exception as error:
+    except BaseException as error:
         raise ConfigurationError(_failed(f"calling {target}", error)) from error
 
 
@@ -103,10 +105,12 @@ def _missing(module: ModuleType, path: str) -> str:
     return f"module {module.__name__!r} has no attribute {path!r}{hint}"
 
 
-def _failed(what: str, error: Exception) -> str:
+def _failed(what: str, error: BaseException) -> str:
     """Say where, in the application's own code, and with which error: a traceback's last line."""
     place = ""
-    if (traceback := error.__traceback__) is not None:
+    if isinstance(error, SyntaxError):  # its traceback ends in the importer; its text has the file's name
+        place = f" ({error.filename}, line {error.lineno})"
+    elif (traceback := error.__traceback__) is not None:
         while traceback.tb_next is not None:
             traceback = traceback.tb_next
         place = f" ({traceback.tb_frame.f_code.co_filename}, line {traceback.tb_lineno})"

@@ -8,9 +8,9 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
-from sqlalchemy.exc import DataError
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 
 from enlist._loop import Loop
 from enlist.models import JobStatus
@@ -58,10 +58,14 @@ class Completer:
     written is tried again until it can be: meanwhile the leases are renewed, and the fence decides.
     """
 
-    def __init__(self, database: Database, leases: Leases, due_in: Callable[[float], None]) -> None:
+    def __init__(
+        self, database: Database, leases: Leases, due_in: Callable[[float], None], freed: Callable[[], None]
+    ) -> None:
+        """:param due_in: told in how many seconds a job is due again; :param freed: told that a key has a slot free."""
         self._database = database
         self._leases = leases
         self._due_in = due_in
+        self._freed = freed
         self._done: deque[Run] = deque()
         self._settled: deque[Settlement] = deque()
         self._writing = threading.Lock()
@@ -115,57 +119,86 @@ class Completer:
         runs = _first(self._done)
         if not runs:
             return
-        rows = self._database.execute(
-            self._database.statements.complete,
-            {"ids": [run.id for run in runs], "tokens": [run.token for run in runs]},
-        )
+        written, refused = self._write(self._complete, runs)
+        states = self._states([run for run in runs if run.id not in written and run not in refused])
         _remove(self._done, len(runs))
-        written = {row.id for row in rows}
-        locked = self._still_ours([run for run in runs if run.id not in written])
-        self._done += locked
         for run in runs:
-            if run in locked:
-                continue
-            self._leases.drop(run)
-            if run.id not in written and run.abandon("lease lost"):
-                log_lost(run)
+            token, status = states.get(run.id, (None, None))
+            # Done with our token: written before, and the answer was lost.
+            if run.id in written or run in refused or (token == run.token and status is JobStatus.DONE):
+                self._leases.drop(run)
+            elif token == run.token:
+                self._done.append(run)
+                self._locked = True
+            else:
+                self._lost(run)
+        if any(run.keyed for run in runs):
+            self._freed()
 
     def _write_settled(self) -> None:
         batch = _first(self._settled)
         if not batch:
             return
-        try:
-            written = self._settle(batch)
-        except DataError:
-            # The server refuses some error's text, though it was made storable: the endings matter more.
-            logger.exception("the text of an error could not be stored; the endings are written without")
-            written = self._settle([Settlement(s.run, s.status, s.delay, s.returned) for s in batch])
+        written, refused = self._write(self._settle, batch)
+        states = self._states([one.run for one in batch if one.run.id not in written and one not in refused])
         _remove(self._settled, len(batch))
-        locked = self._still_ours([s.run for s in batch if s.run.id not in written])
-        self._settled += [settlement for settlement in batch if settlement.run in locked]
         for settlement in batch:
-            if settlement.run in locked:
-                continue
-            self._leases.drop(settlement.run)
-            if settlement.run.id not in written:
-                if settlement.run.abandon("lease lost"):
-                    log_lost(settlement.run)
-            elif settlement.status is JobStatus.QUEUED:
-                self._due_in((settlement.delay or dt.timedelta(0)).total_seconds())
+            run = settlement.run
+            token, status = states.get(run.id, (None, None))
+            if run.id in written or (token == run.token + 1 and status is settlement.status):
+                self._leases.drop(run)
+                if settlement.status is JobStatus.QUEUED:
+                    self._due_in((settlement.delay or dt.timedelta(0)).total_seconds())
+            elif settlement in refused:
+                self._leases.drop(run)
+            elif token == run.token:
+                self._settled.append(settlement)
+                self._locked = True
+            else:
+                self._lost(run)
+        if any(settlement.run.keyed for settlement in batch):
+            self._freed()
 
-    def _still_ours(self, runs: list[Run]) -> list[Run]:
-        """Which of the runs that were not written hold their jobs: somebody has locked the rows, it is tried again.
+    def _lost(self, run: Run) -> None:
+        self._leases.drop(run)
+        if run.abandon("lease lost"):
+            log_lost(run)
 
-        It may be the handler itself, whose time is over and which still holds its row's lock. Waiting for it would
-        hold up the endings of all others.
+    def _write(self, write: Callable[[list[T]], set[object]], items: list[T]) -> tuple[set[object], list[T]]:
+        """Write endings; the ids of the jobs that were, and the endings that the server refuses, say by a trigger.
+
+        Those are found out one by one, so that they don't hold up the others'; their leases end by themselves.
+        """
+        try:
+            return write(items), []
+        except DBAPIError as error:
+            if isinstance(error, (OperationalError, InterfaceError)) or error.connection_invalidated:
+                raise
+            if len(items) == 1:
+                (item,) = items
+                run = item.run if isinstance(item, Settlement) else cast("Run", item)
+                logger.exception("%s: the server refuses how it ended, it is left to the end of its lease", run)
+                return set(), items
+        parts = [self._write(write, [item]) for item in items]
+        return set().union(*(written for written, _ in parts)), [item for _, refused in parts for item in refused]
+
+    def _states(self, runs: list[Run]) -> dict[object, tuple[int, JobStatus]]:
+        """What the jobs are, (token, status), whose endings were not written.
+
+        Still ours and running: somebody has locked the row, and it is tried again. That may be the handler itself,
+        whose time is over and which still holds its row's lock; waiting for it would hold up the endings of others.
         """
         if not runs:
-            return []
-        rows = self._database.execute(self._database.statements.holders_of, {"ids": [run.id for run in runs]})
-        tokens = {row.id: row.lease_token for row in rows}
-        locked = [run for run in runs if tokens.get(run.id) == run.token]
-        self._locked = self._locked or bool(locked)
-        return locked
+            return {}
+        rows = self._database.execute(self._database.statements.states, {"ids": [run.id for run in runs]})
+        return {row.id: (row.lease_token, row.status) for row in rows}
+
+    def _complete(self, runs: list[Run]) -> set[object]:
+        rows = self._database.execute(
+            self._database.statements.complete,
+            {"ids": [run.id for run in runs], "tokens": [run.token for run in runs]},
+        )
+        return {row.id for row in rows}
 
     def _settle(self, batch: list[Settlement]) -> set[object]:
         rows = self._database.execute(

@@ -10,7 +10,18 @@ import sqlalchemy as sa
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["brief", "is_autocommit", "is_closed", "is_known_autocommit", "shown_url", "sqlstate", "trace"]
+__all__ = [
+    "brief",
+    "is_autocommit",
+    "is_closed",
+    "is_known_autocommit",
+    "is_transaction_failed",
+    "is_transaction_over",
+    "server_message",
+    "shown_url",
+    "sqlstate",
+    "trace",
+]
 
 
 SHOWN: Final = frozenset({"host", "hostaddr", "port", "user", "dbname", "service", "sslmode", "application_name"})
@@ -39,6 +50,30 @@ def is_closed(driver_connection: object) -> bool:
     return bool(closed)
 
 
+def is_transaction_failed(driver_connection: object) -> bool | None:
+    """Whether the server would answer a COMMIT with a rollback; None if the driver doesn't tell (asyncpg). No IO."""
+    status = _transaction_status(driver_connection)
+    return None if status is None else status == _IN_ERROR
+
+
+def is_transaction_over(driver_connection: object) -> bool:
+    """Whether the server has no transaction open, as far as the driver tells. No IO."""
+    status = _transaction_status(driver_connection)
+    if status is None and (in_transaction := getattr(driver_connection, "is_in_transaction", None)) is not None:
+        return not in_transaction()  # asyncpg
+    return status == _IDLE
+
+
+_IDLE, _IN_ERROR = 0, 3  # of libpq
+
+
+def _transaction_status(driver_connection: object) -> int | None:
+    if is_closed(driver_connection):
+        return None
+    status: int | None = getattr(getattr(driver_connection, "info", None), "transaction_status", None)
+    return status
+
+
 def is_known_autocommit(bind: sa.Engine | sa.Connection) -> bool:
     """Whether it shows without IO that an engine's connections, or an open one, commit each statement."""
     if isinstance(bind, sa.Connection) and not bind.closed and not bind.invalidated:
@@ -62,10 +97,20 @@ def sqlstate(error: BaseException) -> str | None:
 
 
 def brief(error: BaseException) -> str:
-    """Return an error's class and message. Of a database error without the statement and its parameters."""
+    """Return an error's class and message. Of a database error only the server's message: no statement, no data."""
     if isinstance(error, sa.exc.DBAPIError) and error.orig is not None:
-        return f"{type(error).__name__} ({type(error.orig).__name__}): {str(error.orig).strip()}"
+        return f"{type(error).__name__} ({type(error.orig).__name__}): {server_message(error)}"
     return f"{type(error).__name__}: {error}"
+
+
+def server_message(error: sa.exc.DBAPIError) -> str:
+    """Return a database error's own text without what may be anybody's data.
+
+    The server's first line is its message; the others may quote a row (DETAIL) or the statement (LINE 1). Without a
+    SQLSTATE the text is the driver's, of a connection: it is kept whole.
+    """
+    text = str(error.orig).strip()
+    return text if sqlstate(error) is None else text.partition("\n")[0]
 
 
 def trace(error: BaseException) -> BaseException | None:

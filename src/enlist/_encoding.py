@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime as dt
 import json
 import math
 import re
@@ -30,6 +31,8 @@ MAX_DIGITS: Final = 4300
 
 # A float that jsonb would give back as a long integer: JSON's 1e+300 is 1000...0 there, which is another number.
 _EXPONENT: Final = re.compile(r"[:\[,]-?[0-9]+(?:\.[0-9]+)?e\+?[0-9]|^-?[0-9.]+e\+?[0-9]")
+_NOT_FINITE: Final = re.compile(r"Infinity|NaN")
+_STRING: Final = re.compile(r'"(?:[^"\\]|\\.)*"')
 _STRING_OR_EXPONENT: Final = re.compile(r'"(?:[^"\\]|\\.)*"|-?[0-9]+(?:\.[0-9]+)?e\+?[0-9]+')
 _STRING_OR_BRACKET: Final = re.compile(r'"(?:[^"\\]|\\.)*"|[\[{\]}]')
 _LONG_INTEGER: Final = re.compile(rf"[0-9]{{{MAX_DIGITS + 1}}}")
@@ -50,10 +53,14 @@ def encode_model(payload: BaseModel, max_bytes: int) -> str:
     text = _storable(payload, encoded.decode(), len(encoded), max_bytes)
     try:
         read = cls.__pydantic_validator__.validate_json(encoded)
+        equal = read == payload or _same_instants(payload, read)
     except ValidationError as error:
         _refuse_values(payload)
         raise PayloadError(f"payload cannot be read back: {describe_invalid(error)}") from None
-    if read != payload:
+    except Exception as error:  # of the application's: a validator that needs a context, a comparison
+        _refuse_values(payload)
+        raise PayloadError(f"payload cannot be read back and compared: {type(error).__name__}: {error}") from error
+    if not equal:
         _refuse_values(payload)
         raise PayloadError(
             f"{_difference(payload, read)} would not come back equal when it is read: give the field a type that"
@@ -70,6 +77,9 @@ def decode_model(payload_type: type[ModelT], stored: dict[str, Any]) -> ModelT:
     except ValidationError as error:
         # from None: pydantic's own text has the payload's values.
         raise PayloadError(f"payload does not fit {payload_type.__name__}: {describe_invalid(error)}") from None
+    except Exception as error:  # of an application's own validator, such as one that needs a context
+        reason = f"reading it raised {type(error).__name__}"
+        raise PayloadError(f"payload does not fit {payload_type.__name__}: {reason}") from error
     return cast("ModelT", read)
 
 
@@ -90,7 +100,8 @@ def encode_data(data: Any, max_bytes: int, name: str = "payload") -> str:
     :raises PayloadError: it has anything else, or PostgreSQL could not store it.
     """
     if type(data) is not dict:
-        raise PayloadError(f"{name} must be a dict, not {shown(data)}")
+        what = f"a {type(data).__name__}: give dict(...) of it" if isinstance(data, dict) else shown(data)
+        raise PayloadError(f"{name} must be a dict, not {what}")
     if not _is_json(data, MAX_DEPTH):
         _refuse_data(data, name)
     try:
@@ -171,6 +182,9 @@ def _storable(source: object, text: str, size: int, max_bytes: int, name: str = 
     if "\\u0000" in text or (size > MAX_DIGITS and _LONG_INTEGER.search(text)):
         _refuse_values(source, name)
         _refuse_values(_parsed(text, name), name)  # what a serializer of the application has made
+    if ("Infinity" in text or "NaN" in text) and _NOT_FINITE.search(_STRING.sub("", text)):
+        _refuse_values(source, name)
+        raise PayloadError(f"{name} has a number that is not finite, which JSON cannot hold")
     if text.count("[") + text.count("{") > MAX_DEPTH and _depth(text) > MAX_DEPTH:
         raise PayloadError(f"{name} is nested more than {MAX_DEPTH} levels deep")
     if _EXPONENT.search(text):
@@ -224,6 +238,23 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield f".{field.name}", getattr(value, field.name, None)
+
+
+def _same_instants(before: Any, after: Any) -> bool:
+    """Whether values that are not equal differ only in datetimes, which mean the same.
+
+    Python finds no datetime of an hour that the clocks go through twice equal to one of another time zone.
+    """
+    if isinstance(before, dt.datetime) and isinstance(after, dt.datetime):
+        aware = before.utcoffset() is not None and after.utcoffset() is not None
+        return aware and before.astimezone(dt.UTC) == after.astimezone(dt.UTC)
+    first, second = dict(_parts(before)), dict(_parts(after))
+    if type(before) is not type(after) or isinstance(before, (set, frozenset)) or first.keys() != second.keys():
+        return False
+    if getattr(before, "__pydantic_private__", None) != getattr(after, "__pydantic_private__", None):
+        return False
+    unequal = [step for step, part in first.items() if part != second[step]]
+    return bool(unequal) and all(_same_instants(first[step], second[step]) for step in unequal)
 
 
 def _difference(before: Any, after: Any, path: str = "payload") -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, TypeAlias, cast
 
+import psycopg
 import sqlalchemy as sa
 from sqlalchemy import event
 from sqlalchemy.ext.asyncio import (
@@ -47,6 +50,12 @@ DRIVER: Final = "postgresql+psycopg"
 HOUSEKEEPING_CONNECTIONS: Final = 5
 """Claim, complete, heartbeat, reaper and the start of a careful job, at once."""
 
+HANDLERS_SESSION: Final[dict[str, Any]] = {"autobegin": True, "close_resets_only": False}
+"""It begins by itself, at its first use: a handler may not call begin(). After the attempt it cannot be used again."""
+
+PREPARE_THRESHOLD: Final = 5
+"""psycopg's default."""
+
 KEEPALIVE: Final = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
 """Seconds, seconds, probes, milliseconds: a connection whose other end has vanished is noticed within half a minute."""
 
@@ -58,10 +67,9 @@ class SyncSessions:
         self._scoped = bind if isinstance(bind, scoped_session) else None
         factory = bind.session_factory if isinstance(bind, scoped_session) else bind
         if isinstance(factory, sa.Engine):
-            made = sessionmaker(factory, class_=guarded(Session))
+            made = sessionmaker(factory, class_=guarded(Session), **HANDLERS_SESSION)
         elif isinstance(factory, sessionmaker):
-            # It begins by itself, at its first use: a handler may not call begin().
-            made = sessionmaker(class_=guarded(factory.class_), **{**factory.kw, "autobegin": True})
+            made = sessionmaker(class_=guarded(factory.class_), **{**factory.kw, **HANDLERS_SESSION})
         else:
             raise ConfigurationError(
                 f"a worker's scoped_session must be made from a sessionmaker, not from {factory!r}"
@@ -69,6 +77,7 @@ class SyncSessions:
         self._factory = made
         engine = _engine_of(made.kw.get("bind"), "sync_bind")
         assert isinstance(engine, sa.Engine)
+        _check_pool_of_handlers(engine)
         self.engine = engine
         self._derived = derived
 
@@ -103,9 +112,10 @@ class AsyncSessions:
         factory = bind.session_factory if isinstance(bind, async_scoped_session) else bind
         if isinstance(factory, AsyncEngine):
             factory = async_sessionmaker(factory)
-        keywords = {**factory.kw, "autobegin": True}  # as above
+        keywords = {**factory.kw, **HANDLERS_SESSION}
         source = _engine_of(keywords.pop("bind", None), "async_bind")
         assert isinstance(source, AsyncEngine)
+        _check_pool_of_handlers(source.sync_engine)
         self.engine = _copy(source)
         plain = keywords.pop("sync_session_class", None) or factory.class_.sync_session_class
         self._factory = async_sessionmaker(
@@ -123,7 +133,8 @@ class AsyncSessions:
         """Roll back what is not committed and give the connection back."""
         if self._scoped is not None:
             self._scoped.registry.clear()
-        await session.run_sync(_discard)
+        # A cancellation at this moment, since the lease is lost say, must not lose the connection.
+        await asyncio.shield(asyncio.create_task(session.run_sync(_discard)))
 
     async def close(self) -> None:
         """Close the engine's connections."""
@@ -205,13 +216,17 @@ def housekeeping_engine(bind: Bind, sync_bind: Bind | None) -> sa.Engine:
         old = cast("Any", source.pool)
         pool = sa.QueuePool(old._creator, pool_size=HOUSEKEEPING_CONNECTIONS, max_overflow=5, _dispatch=old.dispatch)
         engine = sa.create_engine(source.url, isolation_level="AUTOCOMMIT", pool=pool)
+        if _has_creator(old):
+            event.listen(engine, "close", _restore_connection)
+            event.listen(engine, "close_detached", _restore_connection)
     else:
         url, arguments = _derivable(source, "sync_bind")
         engine = sa.create_engine(
             url, connect_args=arguments, isolation_level="AUTOCOMMIT", pool_size=HOUSEKEEPING_CONNECTIONS
         )
     event.listen(engine, "connect", _set_up_connection)
-    return engine
+    tables = source.get_execution_options().get("schema_translate_map")
+    return engine if tables is None else engine.execution_options(schema_translate_map=tables)
 
 
 def engine_of(bind: Bind) -> sa.Engine | AsyncEngine:
@@ -263,7 +278,7 @@ def _derivable(engine: sa.Engine | AsyncEngine, keyword: str) -> tuple[sa.URL, d
     psycopg = sync.dialect.driver in {"psycopg", "psycopg_async"}
     arguments: dict[str, Any] = {}
     lost = []
-    if getattr(pool._creator, "__module__", None) != "sqlalchemy.engine.create":
+    if _has_creator(pool):
         lost.append("its creator")
     else:
         # What create_engine() was given as connect_args is kept nowhere else.
@@ -284,6 +299,11 @@ def _derivable(engine: sa.Engine | AsyncEngine, keyword: str) -> tuple[sa.URL, d
     return sync.url.set(drivername=DRIVER), arguments
 
 
+def _has_creator(pool: Any) -> bool:
+    """Whether the application makes the connections, ``create_engine(creator=...)``."""
+    return getattr(pool._creator, "__module__", None) != "sqlalchemy.engine.create"
+
+
 def _is_sqlalchemys(function: Any) -> bool:
     return str(getattr(function, "__module__", "")).startswith("sqlalchemy.")
 
@@ -294,6 +314,15 @@ def _closure(function: Callable[..., Any]) -> dict[str, Any]:
     return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
 
 
+def _check_pool_of_handlers(engine: sa.Engine) -> None:
+    """Refuse a pool that gives a connection to several threads: one handler's commit would be another's as well."""
+    if isinstance(engine.pool, (sa.StaticPool, sa.SingletonThreadPool)):
+        raise ConfigurationError(
+            f"the engine of {shown_url(engine.url)} has a {type(engine.pool).__name__}, which does not give each"
+            " handler a connection of its own: use the default pool, or a NullPool"
+        )
+
+
 def _set_up_connection(connection: Any, _record: object) -> None:
     connection.prepare_threshold = None
     with socket.socket(fileno=os.dup(connection.fileno())) as duplicate:
@@ -302,3 +331,11 @@ def _set_up_connection(connection: Any, _record: object) -> None:
             for name, value in KEEPALIVE.items():
                 if hasattr(socket, name):
                     duplicate.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _restore_connection(connection: Any, _record: object = None) -> None:
+    """Undo what was set up: a ``creator`` may hand out connections of a pool, to which closing gives them back."""
+    with contextlib.suppress(psycopg.Error):  # broken: then nobody gets it
+        connection.execute("UNLISTEN *")
+        connection.autocommit = False
+        connection.prepare_threshold = PREPARE_THRESHOLD

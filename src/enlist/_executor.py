@@ -7,10 +7,14 @@ import datetime as dt
 import heapq
 import inspect
 import itertools
+import json
 import logging
+import os
 import random
 import threading
 import time
+import weakref
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import sqlalchemy as sa
@@ -18,16 +22,17 @@ import sqlalchemy as sa
 from enlist._completer import Completer, Settlement, log_lost
 from enlist._driver import brief, sqlstate, trace
 from enlist._loop import Loop
+from enlist._options import as_timedelta
 from enlist._session import Guard, GuardedSession, finish
-from enlist._threads import Threads
-from enlist.exceptions import HandlerError, HandlerTimeout, LeaseLost
+from enlist._threads import DaemonExecutor, Threads
+from enlist.exceptions import HandlerError, HandlerTimeout, LeaseLost, PayloadError
 from enlist.job import Cancel, Job, Retry, Snooze
 from enlist.models import JobStatus
 from enlist.payload import decode
 from enlist.retry import describe, error_entry, storable, summarize, wait_after
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Callable, Coroutine, Iterator
 
     from sqlalchemy.orm import Session
 
@@ -51,6 +56,15 @@ IDLE_IN_TRANSACTION: Final = "25P03"
 """The server cut a transaction that had been idle too long: it would do so again."""
 
 LONGEST_RERUN_WAIT: Final = 0.1
+
+ASYNC_HANDLERS_THREADS: Final = 32
+"""Most threads for what async handlers give to ``asyncio.to_thread``."""
+
+FATE_LOOKUPS: Final = 2
+"""How many look-ups of what became of a COMMIT may be under way at once."""
+
+ASIDE_THREADS: Final = 8
+"""Threads for the worker's own blocking calls around async handlers, which may have taken all of theirs."""
 
 
 class Executor:
@@ -79,13 +93,17 @@ class Executor:
         """What handlers see as ``job.resources``."""
         self.isolation: dict[bool, str | None] = {}
         """The sessions' isolation level, by whether they are async."""
-        self._timeouts: list[tuple[float, int, Run]] = []
+        # Weakly: a run that has ended needs no watching, and must not stay in memory for its timeout.
+        self._timeouts: list[tuple[float, int, weakref.ref[Run]]] = []
         self._timeouts_lock = threading.Lock()
         self._order = itertools.count()
         self._watchdog = Loop("timeout watch", self._watch, 3600.0)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread: threading.Thread | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._aside = DaemonExecutor(ASIDE_THREADS)
+        # They may wait for long, on connections that the heartbeat needs as well.
+        self._fate_lookups = threading.BoundedSemaphore(FATE_LOOKUPS)
         self._closing = False
 
     # -- life --------------------------------------------------------------------------------------------------
@@ -94,6 +112,7 @@ class Executor:
         self._watchdog.start()
         if self._async is not None:
             self._loop = asyncio.new_event_loop()
+            self._loop.set_default_executor(DaemonExecutor(ASYNC_HANDLERS_THREADS))
             self._loop_thread = threading.Thread(target=self._run_loop, name="enlist-async", daemon=True)
             self._loop_thread.start()
 
@@ -109,10 +128,10 @@ class Executor:
             ended = ended and not self._loop_thread.is_alive()
         return ended
 
-    def cancel_all(self) -> None:
-        """Cancel the async handlers that still run."""
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(lambda: [task.cancel() for task in self._tasks])
+    @property
+    def in_handler(self) -> bool:
+        """Whether this thread is one that handlers run on."""
+        return self._threads.here or threading.current_thread() is self._loop_thread
 
     def abandon(self, run: Run, reason: str) -> bool:
         """Have an attempt given up; return False if it was before, or has ended."""
@@ -135,6 +154,7 @@ class Executor:
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.run_until_complete(self._loop.shutdown_default_executor())
         self._loop.close()
+        self._aside.shutdown()
 
     def run_on_loop(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the handlers' event loop, from another thread."""
@@ -164,16 +184,26 @@ class Executor:
         while run is not None:
             try:
                 self._attempt_sync(run)
-            except BaseException:  # a fault of ours: the thread and the slot live on, the lease ends by itself
-                logger.exception("%s: the attempt ended in an unexpected way", run)
-                self._leases.drop(run)
+            except BaseException as error:
+                self._ended_unexpectedly(run, error)
             run = self._next(run)
 
     def _spawn(self, run: Run) -> None:
         assert self._loop is not None
         task = self._loop.create_task(self._run_async(run))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+
+        def done(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            if run.task is None:  # cancelled before its first step, by a handler that cancels all tasks
+                self._completer.release(run)
+                self._follow(run)
+
+        task.add_done_callback(done)
+
+    def _follow(self, run: Run) -> None:
+        if (following := self._next(run)) is not None:
+            self._spawn(following)
 
     async def _run_async(self, run: Run) -> None:
         task = asyncio.current_task()
@@ -181,12 +211,20 @@ class Executor:
         run.task = task
         try:
             await self._attempt_async(run)
-        except BaseException:
-            logger.exception("%s: the attempt ended in an unexpected way", run)
-            self._leases.drop(run)
+        except BaseException as error:
+            self._ended_unexpectedly(run, error)
         finally:
-            if (following := self._next(run)) is not None:
-                self._spawn(following)
+            self._follow(run)
+
+    async def _run_aside(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Run a function that blocks, off the loop; to its end, even if the task is cancelled meanwhile."""
+        future = asyncio.get_running_loop().run_in_executor(self._aside, function, *arguments)
+        while not future.done():
+            try:
+                await asyncio.wait([future])
+            except asyncio.CancelledError:
+                continue
+        return future.result()
 
     # -- an attempt --------------------------------------------------------------------------------------------
 
@@ -206,8 +244,10 @@ class Executor:
         if timeout is not None:
             run.signals.deadline = dt.datetime.now(dt.UTC) + dt.timedelta(seconds=timeout)
         try:
-            payload = run.payload if run.handler.payload_type is None else decode(run.handler.payload_type, run.payload)
-        except Exception as error:
+            payload, meta = _stored("payload", run.payload), _stored("meta", run.meta)
+            if run.handler.payload_type is not None:
+                payload = decode(run.handler.payload_type, payload)
+        except BaseException as error:  # a validator may raise SystemExit
             self._failed(run, error)
             return None
         return Job(
@@ -217,7 +257,7 @@ class Executor:
             queue=run.queue,
             attempt=run.attempt,
             max_attempts=run.max_attempts,
-            meta=run.meta,
+            meta=meta,
             resources=self.resources,
             _signals=run.signals,
         )
@@ -257,7 +297,8 @@ class Executor:
             try:
                 with self._sync() as session:
                     session.guard = guard
-                    _check_returned(run, run.handler.function(session, job))
+                    with _not_in_a_fork():
+                        _check_returned(run, run.handler.function(session, job))
                     if run.abandoned == "timed out":  # with the row's lock in hand the fence would let it pass
                         raise LeaseLost(run.id)
                     committed = finish(session)
@@ -272,7 +313,7 @@ class Executor:
 
     async def _attempt_async(self, run: Run) -> None:
         # Decoding and, for a careful job, one short statement; off the loop only where it does IO.
-        job = await asyncio.to_thread(self._prepare, run) if run.careful else self._prepare(run)
+        job = await self._run_aside(self._prepare, run) if run.careful else self._prepare(run)
         if job is None:
             return
         assert self._async is not None
@@ -289,7 +330,7 @@ class Executor:
                 finally:
                     await self._async.discard(session)
             except BaseException as error:
-                wait = await asyncio.to_thread(self._ended, run, guard, error, rerun)
+                wait = await self._run_aside(self._ended, run, guard, error, rerun)
                 if wait is None:
                     return
                 await asyncio.sleep(wait)
@@ -301,7 +342,8 @@ class Executor:
         seconds = run.handler.timeout_seconds
         try:
             async with asyncio.timeout(seconds) as scope:
-                await run.handler.function(session, job)
+                with _not_in_a_fork():
+                    await run.handler.function(session, job)
         except TimeoutError as error:
             if scope.expired():
                 raise _timed_out(run) from error
@@ -333,24 +375,47 @@ class Executor:
         if isinstance(error, LeaseLost):
             self._lost(run)
             return None
-        if guard.ours and self._landed(run):
+        again = rerun < _reruns(error)
+        if (guard.committing or again) and self._landed(run):
             # COMMIT was sent, and its answer lost, or a listener raised after it.
             run.ended = True
             logger.warning("%s: committed, though its COMMIT raised %s", run, brief(error), exc_info=trace(error))
             self._leases.drop(run)
             return None
-        if rerun < _reruns(error):
+        if run.abandoned is not None:  # found lost just now
+            return None
+        if again:
             logger.info("%s is run again in the same attempt: %s", run, brief(error))
             return random.uniform(0, LONGEST_RERUN_WAIT * 2**rerun)  # noqa: S311
+        try:
+            self._end(run, error)
+        except Exception as failure:  # a Snooze whose delay is none, say: that is the attempt's failure then
+            failure.__context__ = error
+            self._failed(run, failure)
+        return None
+
+    def _end(self, run: Run, error: BaseException) -> None:
         if isinstance(error, Snooze):
-            self._completer.settle(Settlement(run, JobStatus.QUEUED, error.delay, returned=1))
+            delay = as_timedelta("delay", error.delay)
+            self._completer.settle(Settlement(run, JobStatus.QUEUED, delay, returned=1))
         elif isinstance(error, Cancel):
-            text = storable(error.reason, 1000)
+            text = storable(str(error.reason), 1000)
             entry = error_entry(run.attempt, text)
             self._completer.settle(Settlement(run, JobStatus.CANCELLED, error=text, entry=entry))
         else:
             self._failed(run, error)
-        return None
+
+    def _ended_unexpectedly(self, run: Run, error: BaseException) -> None:
+        """A fault of ours: the thread and the slot live on, and the job fails, or else its lease ends by itself."""
+        logger.error("%s: the attempt ended in an unexpected way", run, exc_info=error)
+        if run.ended or run.abandoned is not None:
+            self._leases.drop(run)
+            return
+        try:
+            self._failed(run, error)
+        except Exception:
+            logger.exception("%s: its failure could not be written", run)
+            self._leases.drop(run)
 
     def _failed(self, run: Run, error: BaseException) -> None:
         text, entry = describe(error), error_entry(run.attempt, summarize(error))
@@ -359,7 +424,10 @@ class Executor:
             logger.error("%s is dead: %s", run, summarize(error), extra=extra)
             self._completer.settle(Settlement(run, JobStatus.DEAD, error=text, entry=entry))
             return
-        delay = error.delay if isinstance(error, Retry) else wait_after(run.attempt, error, run.handler.wait)
+        if isinstance(error, Retry):
+            delay = as_timedelta("delay", error.delay)
+        else:
+            delay = wait_after(run.attempt, error, run.handler.wait)
         logger.warning("%s failed, next attempt in %s: %s", run, delay, summarize(error), extra=extra)
         self._completer.settle(Settlement(run, JobStatus.QUEUED, delay, error=text, entry=entry))
 
@@ -371,11 +439,13 @@ class Executor:
     def _landed(self, run: Run) -> bool:
         """Whether an attempt's COMMIT took effect, read under the row's lock.
 
-        While the lease lasts: if the row stays locked until then (the commit hangs), the reaper decides later.
+        While the lease lasts, as it is now: it may be renewed as long as the row is locked. If that is still so then
+        (the commit hangs), the reaper decides later.
         """
-        while (left := run.lease_ends - time.monotonic()) > 0:
+        end = run.lease_ends
+        while (left := end - time.monotonic()) > 0:
             try:
-                with self._database.transaction() as connection:
+                with self._fate_lookups, self._database.transaction() as connection:
                     milliseconds = max(1, int(left * 1000))
                     connection.exec_driver_sql(f"SET LOCAL lock_timeout = {milliseconds}")
                     row = connection.execute(self._database.statements.fate, {"job_id": run.id}).one_or_none()
@@ -394,8 +464,9 @@ class Executor:
 
     def _watch_for(self, run: Run, seconds: float) -> None:
         with self._timeouts_lock:
-            heapq.heappush(self._timeouts, (run.started + seconds, next(self._order), run))
-            first = self._timeouts[0][2] is run
+            entry = (run.started + seconds, next(self._order), weakref.ref(run))
+            heapq.heappush(self._timeouts, entry)
+            first = self._timeouts[0] is entry
         if first:
             self._watchdog.wake()
 
@@ -407,7 +478,7 @@ class Executor:
             while self._timeouts and self._timeouts[0][0] <= now:
                 late.append(heapq.heappop(self._timeouts)[2])
             following = self._timeouts[0][0] - now if self._timeouts else None
-        for run in late:
+        for run in [run for reference in late if (run := reference()) is not None]:
             # Should it end at this moment, then the fence decides which of the two endings counts.
             if not run.ended and run.abandon("timed out"):
                 self._failed(run, _timed_out(run))
@@ -427,6 +498,24 @@ def _reruns(error: BaseException) -> int:
         return RERUNS
     # Once: the pool gave out a connection that had died in it, or the server was restarted.
     return 1 if error.connection_invalidated and sqlstate(error) != IDLE_IN_TRANSACTION else 0
+
+
+def _stored(name: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, deep nesting: jsonb stores them
+        raise PayloadError(f"the stored {name} cannot be read: {error}") from None
+
+
+@contextmanager
+def _not_in_a_fork() -> Iterator[None]:
+    """End a child that the handler forked and let return: it must not use the connections that it shares with us."""
+    process = os.getpid()
+    try:
+        yield
+    finally:
+        if os.getpid() != process:
+            os._exit(1)
 
 
 def _check_returned(run: Run, value: object) -> None:

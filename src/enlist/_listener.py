@@ -34,8 +34,6 @@ class Listener:
         self._stop = threading.Event()
         self._backoff = Backoff("the worker's listener")
         self._thread: threading.Thread | None = None
-        self.connected = threading.Event()
-        """Set while wakes are heard."""
 
     def start(self) -> None:
         self._ours, self._theirs = socket.socketpair()
@@ -60,7 +58,6 @@ class Listener:
             try:
                 self._listen()
             except Exception as error:
-                self.connected.clear()
                 self._stop.wait(self._backoff.failed(error))
 
     def _listen(self) -> None:
@@ -70,7 +67,6 @@ class Listener:
         try:
             connection.autocommit = True
             connection.execute(sql.SQL("LISTEN {}").format(sql.Identifier(self._database.statements.channel)))
-            self.connected.set()
             self._backoff.succeeded()
             self._woken("")
             with selectors.DefaultSelector() as selector:
@@ -83,5 +79,4 @@ class Listener:
                     for queue in {notify.payload for notify in connection.notifies(timeout=0)}:
                         self._woken(queue)
         finally:
-            self.connected.clear()
-            connection.close()
+            pooled.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
+from collections import OrderedDict
 from typing import Any, Final
 
 from pydantic import AliasChoices, AliasPath, BaseModel, Secret, SecretBytes, SecretStr
@@ -79,6 +80,11 @@ def _check_type(annotation: Any, where: str, seen: set[type]) -> None:
         raise PayloadError(
             f"{where} is a {concrete.__name__}, which is stored as asterisks; store a reference to the secret, or a"
             " str if it may be readable in the database"
+        )
+    if issubclass(concrete, OrderedDict):
+        raise PayloadError(
+            f"{where} is an {concrete.__name__}, whose order is lost: PostgreSQL's jsonb keeps none; use a list of"
+            " pairs, or a dict if the order means nothing"
         )
     if issubclass(concrete, BaseModel):
         _check_model(concrete, where, seen)

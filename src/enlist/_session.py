@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from sqlalchemy import event
 from sqlalchemy.orm import Session, SessionTransaction
 
-from enlist._driver import is_autocommit, sqlstate
+from enlist._driver import is_autocommit, is_transaction_over, sqlstate
 from enlist.exceptions import CommitRefused, LeaseLost, SessionError, TransactionAborted
 
 if TYPE_CHECKING:
@@ -46,12 +46,14 @@ class Guard:
     __slots__ = (
         "_hold_lock",
         "broken",
+        "committing",
         "idle_limit",
         "isolation",
         "job_id",
         "ours",
         "record",
         "roots",
+        "spoken",
         "statements",
         "token",
         "used",
@@ -77,10 +79,14 @@ class Guard:
         self._hold_lock = hold_lock
         self.ours = False
         """enlist itself is ending the transaction now."""
+        self.committing = False
+        """The COMMIT with the job's status was begun: whatever is raised then, it may have landed."""
         self.used = False
         """A transaction was begun at some time: the attempt's effects may be in it."""
         self.broken: str | None = None
         """How the handler ended the transaction, if it did."""
+        self.spoken: set[sa.Connection] = set()
+        """The connections that statements were sent on: only then the server has begun a transaction."""
         self.roots: list[tuple[sa.Connection, sa.RootTransaction | None]] = []
 
     def refuse(self, verb: str) -> CommitRefused:
@@ -90,15 +96,16 @@ class Guard:
             " leave it to enlist: return to commit, raise to roll back, use begin_nested() for a savepoint"
         )
 
-    def refuse_ending_statement(self, _connection: Any, _cursor: Any, statement: str, *_rest: Any) -> None:
+    def refuse_ending_statement(self, connection: Any, _cursor: Any, statement: str, *_rest: Any) -> None:
         """Refuse SQL text that would end the transaction behind SQLAlchemy's back; a connection's listener."""
+        self.spoken.add(connection)
         if not self.ours and (ending := ENDING_STATEMENT.match(statement)) is not None:
             raise self.refuse(ending[1])
 
     def holds_lock(self, connection: sa.Connection) -> bool:
         """Whether the row must be locked for the whole transaction."""
-        level = connection.get_execution_options().get("isolation_level", self.isolation)
-        return self._hold_lock or level in SNAPSHOT_LEVELS
+        level = connection.get_execution_options().get("isolation_level", self.isolation) or ""
+        return self._hold_lock or level.replace("_", " ").upper() in SNAPSHOT_LEVELS
 
 
 class GuardedSession(Session):
@@ -224,6 +231,11 @@ def finish(session: GuardedSession) -> bool:
         )
     if not guard.used:
         return False
+    # Before the flush: the driver would begin another transaction with its first statement.
+    for used, root in guard.roots:
+        open_here = root is not None and root.is_active and used.get_transaction() is root
+        if open_here and used in guard.spoken and is_transaction_over(used.connection.driver_connection):
+            raise guard.refuse("COMMIT or ROLLBACK on the driver's connection")
     try:
         session.flush()
         connection = session.connection(bind_arguments={"mapper": sa.inspect(guard.record)})
@@ -247,7 +259,7 @@ def finish(session: GuardedSession) -> bool:
         raise
     if cast("sa.CursorResult[Any]", result).rowcount != 1:
         raise LeaseLost(guard.job_id)
-    guard.ours = True
+    guard.ours = guard.committing = True
     session.commit()
     return True
 

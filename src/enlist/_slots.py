@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from enlist.job import Signals
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from enlist.handlers import Handler
 
 __all__ = ["Demand", "Run", "Slots"]
+
+logger = logging.getLogger("enlist.worker")
 
 PREFETCH_SECONDS: Final = 0.05
 """How much work, by its measured time, a worker may have waiting beside what runs."""
@@ -31,7 +34,7 @@ SMOOTHING: Final = 0.1
 """Weight of the latest run in a queue's measured service time."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Run:
     """A claimed job in this worker's hands: one attempt."""
 
@@ -41,8 +44,9 @@ class Run:
     queue: str
     attempt: int
     max_attempts: int
-    payload: dict[str, Any]
-    meta: dict[str, Any]
+    payload: str
+    """As JSON, not yet looked at."""
+    meta: str
     handler: Handler
     keyed: bool
     careful: bool
@@ -127,10 +131,6 @@ class Slots:
         self._closed = False
 
     @property
-    def total(self) -> int:
-        return sum(queue.limit for queue in self._queues.values())
-
-    @property
     def careful_free(self) -> bool:
         """Whether a careful job may be claimed: only one at a time is in a process."""
         return self._careful_free
@@ -151,7 +151,7 @@ class Slots:
     def place(self, runs: list[Run], asked: list[Demand]) -> list[Run]:
         """Take claimed jobs, in their order: start those that a slot is free for, keep the others.
 
-        :return: the jobs that are not taken, because the slots were closed meanwhile.
+        :return: the jobs that are not taken, because the slots were closed meanwhile or no thread could be started.
         """
         now = time.monotonic()
         starting = []
@@ -171,9 +171,18 @@ class Slots:
                     queue.waiting.append(run)
             for demand in asked:
                 self._queues[demand.queue].more = counts[demand.queue] >= demand.number
+        failed = []
         for run in starting:
-            self._start(run)
-        return []
+            try:
+                self._start(run)
+            except Exception:
+                logger.exception("%s could not be started", run)
+                failed.append(run)
+        with self._lock:
+            for run in failed:
+                self._queues[run.queue].active -= 1
+                self._careful_free = self._careful_free or run.careful
+        return failed
 
     def finished(self, run: Run) -> Run | None:
         """Free a run's slot; return the waiting job that has it now, for the caller to run."""
@@ -208,9 +217,7 @@ class Slots:
             for queue in self._queues.values():
                 while queue.waiting and queue.waiting[0].placed < limit:
                     taken.append(queue.waiting.popleft())
-                if taken:
-                    # What was measured no longer holds.
-                    queue.service_seconds = None
+                    queue.service_seconds = None  # what was measured no longer holds
         for run in taken:
             if run.careful:
                 self._careful_free = True

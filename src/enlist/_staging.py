@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import logging
 from typing import TYPE_CHECKING, Any, Final, NoReturn
+from weakref import WeakSet
 
 import sqlalchemy as sa
 from sqlalchemy import event
 from sqlalchemy.orm import Session
 
 from enlist import notifier
-from enlist._driver import is_closed, is_known_autocommit
+from enlist._driver import is_closed, is_known_autocommit, is_transaction_failed, is_transaction_over, sqlstate
 from enlist._writing import StagedJob, Target, autocommit_error, unbound_error, write
 from enlist.exceptions import SessionError
 from enlist.handle import Batch, JobState
@@ -41,6 +42,8 @@ logger = logging.getLogger("enlist")
 _STAGE: Final = "enlist.stage"
 _FLUSH: Final = "enlist.flush"
 _PARTIAL: Final = "enlist.partial"
+
+IN_FAILED_TRANSACTION: Final = "25P02"
 
 MAX_ROUNDS: Final = 100
 """How often in one flush late payloads may enqueue further jobs."""
@@ -72,10 +75,16 @@ def stage_of(session: Session, target: Target) -> Stage:
         stage = Stage()
     if stage.marker is None and not stage.writing:
         _check(session, target)
-        _mark(session, stage, target)
+        known = _STAGE in session.info
+        session.info[_STAGE] = stage  # before the marker: a listener that sees it added may enqueue
+        try:
+            _mark(session, stage, target)
+        except BaseException:
+            if not known:
+                del session.info[_STAGE]
+            raise
         if stage.home is None:
             stage.home = _boundary(session)
-        session.info[_STAGE] = stage
     return stage
 
 
@@ -101,8 +110,12 @@ def _mark(session: Session, stage: Stage, target: Target) -> None:
         return
     _ = target.mapper.attrs  # configures the mapper, as the first instance made by __init__ would
     marker = target.mapper.class_manager.new_instance()  # without the application's __init__
-    session.add(marker)
     stage.marker = marker
+    try:
+        session.add(marker)
+    except BaseException:
+        stage.marker = None
+        raise
     if flush is not None:
         _list_in_flush(flush, marker)
 
@@ -120,6 +133,11 @@ def _take_out_of_flush(session: Session, flush: UOWTransaction, marker: object) 
     state: InstanceState[Any] = sa.inspect(marker)
     session.expunge(marker)
     flush.states.pop(state, None)
+
+
+def _is_on_several_connections(transaction: SessionTransaction) -> bool:
+    """Whether a session's transaction has begun one on more than one connection."""
+    return len({id(connection) for connection, *_ in transaction._connections.values()}) > 1
 
 
 # -- listeners --------------------------------------------------------------------------------------------------------
@@ -181,7 +199,51 @@ def _pending_to_transient(session: Session, instance: object) -> None:
 def _before_commit(session: Session) -> None:
     stage: Stage | None = session.info.get(_STAGE)
     if stage is not None and session.get_nested_transaction() is None:
+        _refuse_lost_transaction(stage)
         stage.committing = True
+
+
+def _refuse_lost_transaction(stage: Stage) -> None:
+    """Refuse a commit that would do nothing, without an error: the jobs written before are not there any more."""
+    written = [batch for batches in stage.batches.values() for batch in batches]
+    for write_ in [write_ for batch in written for write_ in batch.writes]:
+        if is_transaction_over(write_.driver_connection):
+            for batch in written:
+                batch.end(JobState.UNKNOWN)
+            stage.batches.clear()
+            raise SessionError(
+                "the session's transaction has been ended behind its back (a COMMIT or ROLLBACK that was sent as SQL,"
+                " or through the driver's connection): jobs that were enqueued in it may be lost; use session.commit()"
+                " and session.rollback()"
+            )
+        failed = is_transaction_failed(write_.driver_connection)
+        if _had_error(write_.connection) if failed is None else failed:
+            raise SessionError(
+                "the session's transaction has failed, by an SQL error that was swallowed: PostgreSQL would answer the"
+                " COMMIT with a silent rollback, and the jobs enqueued in it would be lost; call session.rollback(),"
+                " and put a statement that may fail into a savepoint (session.begin_nested())"
+            )
+
+
+_errors: Final[WeakSet[sa.Connection]] = WeakSet()
+"""Connections that had an error, of drivers that do not tell whether the transaction has failed."""
+
+
+def _note_error(context: sa.ExceptionContext) -> None:
+    if context.connection is not None and context.dialect.driver == "asyncpg":
+        _errors.add(context.connection)
+
+
+def _had_error(connection: sa.Connection) -> bool:
+    """Whether the connection's transaction has failed; asks the server, if there ever was an error."""
+    if connection not in _errors:
+        return False
+    try:
+        connection.exec_driver_sql("SELECT 1")
+    except sa.exc.DBAPIError as error:
+        return sqlstate(error) == IN_FAILED_TRANSACTION
+    _errors.discard(connection)
+    return False
 
 
 def _after_commit(session: Session) -> None:
@@ -196,13 +258,22 @@ def _after_commit(session: Session) -> None:
         stage.batches.setdefault(_boundary_of(parent), []).extend(batches)
         return
     for batch in batches:
+        if batch.state is not JobState.INSERTED:  # its flush has failed, and the application committed all the same
+            batch.end(JobState.DISCARDED)
+            continue
         writes = batch.writes
         batch.end(JobState.COMMITTED)
         for write_ in writes:
             # In a transaction still: it is another's, which the session has joined. Its commit is not seen here.
             if write_.target.notify is not None and not write_.connection.in_transaction():
                 in_time = write_.target.notify == "transaction" and not session.twophase
-                notifier.committed(write_.connection.engine, write_.target.statements, write_.queues, notified=in_time)
+                notifier.committed(
+                    write_.connection.engine,
+                    write_.target.statements,
+                    write_.queues,
+                    used=write_.driver_connection,
+                    notified=in_time,
+                )
 
 
 def _after_rollback(session: Session) -> None:
@@ -232,11 +303,11 @@ def _after_transaction_end(session: Session, transaction: SessionTransaction) ->
     _discard(session, stage, transaction)
     if stage.home is not None:
         return
+    if parent is None:
+        del info[_STAGE]  # before the marker: what a listener enqueues now belongs to the next transaction
     marker, stage.marker = stage.marker, None
     if marker is not None and marker in session:
         session.expunge(marker)
-    if parent is None:
-        del info[_STAGE]
 
 
 def _discard(session: Session, stage: Stage, transaction: SessionTransaction) -> None:
@@ -262,6 +333,8 @@ def _is_commit_lost(session: Session, stage: Stage, transaction: SessionTransact
     flush: UOWTransaction | None = session.info.get(_FLUSH)
     if stage.writing or (flush is not None and flush.has_work):
         return False  # the flush that commit() begins with has failed: no COMMIT was sent
+    if _is_on_several_connections(transaction) and not session.twophase:
+        return True  # they are committed one after the other: some may have been before one failed
     # The driver's connection: SQLAlchemy's may have been given back already, and then tells nothing.
     return any(is_closed(write_.driver_connection) for batch in batches for write_ in batch.writes)
 
@@ -295,6 +368,9 @@ _LISTENERS: Final[dict[str, Callable[..., None]]] = {
     "after_rollback": _after_rollback,
     "after_transaction_end": _after_transaction_end,
 }
+# What has happened is noted first: a listener of the application that raises must not hide it.
+_FIRST: Final = frozenset({"after_commit", "after_rollback", "after_transaction_end"})
 for _name, _listener in _LISTENERS.items():
-    event.listen(Session, _name, _listener)
+    event.listen(Session, _name, _listener, insert=_name in _FIRST)
+event.listen(sa.Engine, "handle_error", _note_error)
 event.listen(JobRecordMixin, "before_insert", _refuse_insert, propagate=True)

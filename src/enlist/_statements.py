@@ -33,6 +33,9 @@ INSERT_LIMIT: Final = 1000
 CLAIM_LIMIT: Final = 1000
 """Most jobs that one claim takes from a queue."""
 
+KEYED_FRONT: Final = 200
+"""How many jobs with a concurrency key, of those whose key has a slot free, one claim looks at in a queue."""
+
 ERRORS_KEPT: Final = 10
 """How many errors of a job are kept, the latest."""
 
@@ -97,7 +100,7 @@ class Statements:
         self.start = self._start()
         self.renew = self._renew()
         self.disown = self._disown()
-        self.holders_of = self._holders_of()
+        self.states = self._states()
         self.complete = self._complete()
         self.settle = self._settle()
         self.reap = self._reap()
@@ -174,8 +177,14 @@ class Statements:
         ]
 
     def _returned(self, job: Any) -> list[Any]:
-        names = "id kind queue priority run_at attempt max_attempts lost payload meta concurrency_key lease_token"
-        return [job.c[name] for name in names.split()]
+        """What a claim brings. Nothing that Python may be unable to read: one such row would fail all others' claim.
+
+        So JSON as text (a number of 5,000 digits, deep nesting) and times as seconds (``-infinity``, years before 1).
+        """
+        names = "id kind queue priority attempt max_attempts lost concurrency_key lease_token"
+        due = sa.cast(sa.extract("epoch", job.c.run_at), sa.Double)
+        texts = [sa.cast(job.c[name], sa.Text).label(name) for name in ("payload", "meta")]
+        return [*(job.c[name] for name in names.split()), due.label("due"), *texts]
 
     def _taken(self, condition: Any, **extra: Any) -> sa.Update:
         """The UPDATE that makes claimed jobs this worker's.
@@ -202,84 +211,120 @@ class Statements:
         """Take due jobs, each queue in its order.
 
         Parameters: ``queues`` and ``limits``, aligned; ``kinds``; ``careful``, whether such a job may be taken;
-        ``worker``; ``lease``. At most one careful job in all. Jobs with a concurrency key are not taken: those that
-        look free come back with ``taken`` false, for :attr:`claim_keyed`. The inner constant LIMIT keeps the cost
-        estimate of the outer, variable one independent of the table's size (a variable LIMIT counts as a tenth of
-        the rows; JIT would start). The scan locks only the rows it returns: it stops at the outer limit.
+        ``worker``; ``lease``. At most one careful job in all. Jobs with a concurrency key are not taken: those whose
+        turn it may be come back with ``taken`` false, for :attr:`claim_keyed`.
         """
         asked = _rows("asked", queue=("queues", sa.Text), number=("limits", sa.Integer))
-        job = self.table.alias("job")
-        head = self.table.alias("head")
-        holder = self.table.alias("holder")
-        running = (
-            sa.select(sa.func.count())
-            .select_from(holder)
-            .where(
-                _status("holder", "running"),
-                holder.c.concurrency_key == job.c.concurrency_key,
-            )
-            .correlate(job)
-            .scalar_subquery()
-        )
-        heads = (
-            sa.select(head.c.id)
-            .where(
-                _status("head", "queued"),
-                head.c.concurrency_key == job.c.concurrency_key,
-                head.c.queue == job.c.queue,
-                head.c.run_at <= _NOW,
-                head.c.kind == _any_of("kinds", sa.Text),
-            )
-            .order_by(head.c.priority.desc(), head.c.run_at, head.c.id)
-            .limit(sa.func.greatest(0, job.c.concurrency_limit - running))
-            .correlate(job)
-        )
-        due = (
+        counts = self._running_counts()
+        line = sa.union_all(self._plain_line(asked), self._keyed_line(asked, counts)).lateral("line")
+        order = (line.c.priority.desc(), line.c.run_at, line.c.id)
+        plain = line.c.concurrency_key.is_(None)
+        picked = (
             sa.select(
-                job.c.id,
-                job.c.priority,
-                job.c.run_at,
-                job.c.concurrency_key,
-                _careful(job).label("careful"),
+                line.c.id,
+                line.c.concurrency_key,
+                line.c.careful,
+                asked.c.number,
+                sa.func.row_number().over(partition_by=asked.c.queue, order_by=order).label("place"),
+                sa.func.row_number().over(partition_by=(line.c.careful, plain), order_by=order).label("careful_place"),
             )
-            .where(
-                job.c.queue == asked.c.queue,
-                *self._claimable(job),
-                sa.or_(job.c.concurrency_key.is_(None), job.c.id == _among(heads)),
-            )
+            .select_from(asked.join(line, sa.true()))
+            .cte("picked")
+            .prefix_with("MATERIALIZED")
+        )
+        first = picked.c.place <= picked.c.number
+        chosen = sa.select(picked.c.id).where(
+            first,
+            picked.c.concurrency_key.is_(None),
+            sa.or_(sa.not_(picked.c.careful), picked.c.careful_place == sa.literal_column("1")),
+        )
+        c = self.table.c
+        taken = self._taken(c.id == _among(chosen)).returning(*self._returned(self.table)).cte("taken")
+        candidate = {"id": picked.c.id, "concurrency_key": picked.c.concurrency_key}
+        nothing = [sa.cast(candidate.get(column.name, sa.null()), column.type) for column in taken.c]
+        return sa.select(sa.true().label("taken"), *taken.c).union_all(
+            sa.select(sa.false(), *nothing).where(first, picked.c.concurrency_key.is_not(None))
+        )
+
+    def _line(self, job: Any) -> list[Any]:
+        return [job.c.id, job.c.priority, job.c.run_at, job.c.concurrency_key, _careful(job).label("careful")]
+
+    def _plain_line(self, asked: Any) -> sa.Select[Any]:
+        """The first jobs of a queue without a concurrency key, locked.
+
+        The scan locks only the rows it returns: it stops at the outer limit. The inner constant LIMIT keeps the
+        cost estimate of that variable one independent of the table's size (a variable LIMIT counts as a tenth of
+        the rows; JIT would start).
+        """
+        job = self.table.alias("job")
+        due = (
+            sa.select(*self._line(job))
+            .where(job.c.queue == asked.c.queue, job.c.concurrency_key.is_(None), *self._claimable(job))
             .order_by(job.c.priority.desc(), job.c.run_at, job.c.id)
             .limit(sa.literal_column(str(CLAIM_LIMIT)))
             .with_for_update(key_share=True, skip_locked=True)
             .correlate(asked)
             .subquery("due")
         )
-        bounded = sa.select(due).limit(asked.c.number).correlate(asked).lateral("bounded")
-        picked = (
-            sa.select(
-                bounded.c.id,
-                bounded.c.concurrency_key,
-                bounded.c.careful,
-                sa.func.row_number()
-                .over(
-                    partition_by=(bounded.c.careful, bounded.c.concurrency_key.is_(None)),
-                    order_by=(bounded.c.priority.desc(), bounded.c.run_at, bounded.c.id),
-                )
-                .label("place"),
+        return sa.select(due).limit(asked.c.number).correlate(asked)
+
+    def _keyed_line(self, asked: Any, counts: Any) -> sa.Select[Any]:
+        """The first jobs of a queue with a concurrency key whose turn it may be, not locked.
+
+        A scan of its own, so that blocked jobs never stand before those without a key. Of a key with no slot free
+        every row costs one look into the counts (0.5 us). Whether a job is among the first of its key is a look-up
+        (12 us), so only those at the front are asked: the rest of a key with slots free is passed over by the next
+        claim, when they are taken.
+        """
+        job = self.table.alias("job")
+        head = self.table.alias("head")
+        room = job.c.concurrency_limit - sa.func.coalesce(
+            sa.cast(counts.op("->>")(job.c.concurrency_key), sa.Integer), sa.literal_column("0")
+        )
+        front = (
+            sa.select(*self._line(job), job.c.queue, room.label("room"))
+            .where(
+                job.c.queue == asked.c.queue,
+                job.c.concurrency_key.is_not(None),
+                *self._claimable(job),
+                room > sa.literal_column("0"),
             )
-            .select_from(asked.join(bounded, sa.true()))
-            .cte("picked")
+            .order_by(job.c.priority.desc(), job.c.run_at, job.c.id)
+            .limit(sa.literal_column(str(KEYED_FRONT)))
+            .correlate(asked)
+            .subquery("front")
+        )
+        heads = (
+            sa.select(head.c.id)
+            .where(
+                _status("head", "queued"),
+                head.c.concurrency_key == front.c.concurrency_key,
+                head.c.queue == front.c.queue,
+                head.c.run_at <= _NOW,
+                head.c.kind == _any_of("kinds", sa.Text),
+            )
+            .order_by(head.c.priority.desc(), head.c.run_at, head.c.id)
+            .limit(front.c.room)
+            .correlate(front)
+        )
+        columns = [front.c.id, front.c.priority, front.c.run_at, front.c.concurrency_key, front.c.careful]
+        return sa.select(*columns).where(front.c.id == _among(heads)).limit(asked.c.number).correlate(asked)
+
+    def _running_counts(self) -> Any:
+        """How many jobs of each concurrency key run, as one JSON object: found once, looked into for each row."""
+        holder = self.table.alias("holder")
+        held = (
+            sa.select(holder.c.concurrency_key, sa.func.count().label("jobs"))
+            .where(_status("holder", "running"), holder.c.concurrency_key.is_not(None))
+            .group_by(holder.c.concurrency_key)
+            .subquery("held")
+        )
+        counts = (
+            sa.select(sa.func.jsonb_object_agg(held.c.concurrency_key, held.c.jobs).label("jobs"))
+            .cte("counts")
             .prefix_with("MATERIALIZED")
         )
-        plain = sa.select(picked.c.id).where(
-            picked.c.concurrency_key.is_(None), sa.or_(sa.not_(picked.c.careful), picked.c.place == 1)
-        )
-        c = self.table.c
-        taken = self._taken(c.id == _among(plain)).returning(*self._returned(self.table)).cte("taken")
-        candidate = {"id": picked.c.id, "concurrency_key": picked.c.concurrency_key}
-        nothing = [sa.cast(candidate.get(column.name, sa.null()), column.type) for column in taken.c]
-        return sa.select(sa.true().label("taken"), *taken.c).union_all(
-            sa.select(sa.false(), *nothing).where(picked.c.concurrency_key.is_not(None))
-        )
+        return sa.select(counts.c.jobs).scalar_subquery()
 
     def _lock_keys(self) -> sa.Executable:
         """Take the transaction-scoped advisory locks of concurrency ``keys`` that are free; return those keys.
@@ -434,10 +479,10 @@ class Statements:
         )
         return sa.select(c.id, c.lease_token).where(c.id == _any_of("ids", sa.Uuid)).add_cte(renewed)
 
-    def _holders_of(self) -> sa.Executable:
-        """Read who holds running jobs: ``ids``; rows (id, lease_token). Without a lock: it waits for nobody."""
+    def _states(self) -> sa.Executable:
+        """Read what jobs are: ``ids``; rows (id, lease_token, status). Without a lock: it waits for nobody."""
         c = self.table.c
-        return sa.select(c.id, c.lease_token).where(c.id == _any_of("ids", sa.Uuid), self._is_running(c))
+        return sa.select(c.id, c.lease_token, c.status).where(c.id == _any_of("ids", sa.Uuid))
 
     def _disown(self) -> sa.Executable:
         """Give back what ``worker`` has in the table but not in hand: all its running jobs but ``ids``.

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Threads"]
+__all__ = ["DaemonExecutor", "Threads"]
+
+SHUTDOWN_SECONDS: Final = 1.0
 
 
 class Threads:
@@ -19,8 +23,9 @@ class Threads:
     would keep the process from ending.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, name: str = "enlist-handler") -> None:
         self._limit = limit
+        self._name = name
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
@@ -32,12 +37,20 @@ class Threads:
             if self._idle:
                 self._idle -= 1
             elif len(self._threads) < self._limit:
-                thread = threading.Thread(
-                    target=self._run, name=f"enlist-handler-{len(self._threads) + 1}", daemon=True
-                )
-                self._threads.append(thread)
-                thread.start()
+                thread = threading.Thread(target=self._run, name=f"{self._name}-{len(self._threads) + 1}", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # the process may have no more: then those that there are do it
+                    if not self._threads:
+                        raise
+                else:
+                    self._threads.append(thread)
         self._work.put(function)
+
+    @property
+    def here(self) -> bool:
+        """Whether this is one of them."""
+        return threading.current_thread() in self._threads
 
     def stop(self) -> None:
         """End the threads when what they run has returned; doesn't wait for it."""
@@ -46,8 +59,9 @@ class Threads:
 
     def join(self, timeout: float) -> bool:
         """Wait for the threads to end; return whether all have."""
+        end = time.monotonic() + timeout
         for thread in self._threads:
-            thread.join(timeout)
+            thread.join(max(0.0, end - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
@@ -55,3 +69,36 @@ class Threads:
             function()
             with self._lock:
                 self._idle += 1
+
+
+class DaemonExecutor(ThreadPoolExecutor):
+    """An executor for asyncio on such threads; a subclass, since an event loop takes no other.
+
+    So ``asyncio.to_thread`` of a function that never returns does not keep the process from ending either.
+    """
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(limit)
+        self._daemons = Threads(limit, "enlist-executor")
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                result = fn(*args, **kwargs)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        self._daemons.submit(run)
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """End the threads; one whose function does not return is not waited for."""
+        self._daemons.stop()
+        if wait:
+            self._daemons.join(SHUTDOWN_SECONDS)

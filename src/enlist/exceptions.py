@@ -25,7 +25,6 @@ __all__ = [
     "SessionError",
     "TransactionAborted",
     "UniqueKeyContended",
-    "WorkerLost",
 ]
 
 
@@ -56,7 +55,10 @@ class PayloadError(EnlistError, ValueError):
 
 
 class SessionError(EnlistError):
-    """The session cannot carry a job: it commits by itself (AUTOCOMMIT), or has no bind for enlist's table."""
+    """The session cannot carry a job: it commits by itself (AUTOCOMMIT), or has no bind for enlist's table.
+
+    Raised by ``commit()``: its transaction has failed or was ended behind its back, and jobs would be lost in silence.
+    """
 
 
 class UniqueKeyContended(EnlistError):
@@ -67,7 +69,7 @@ class UniqueKeyContended(EnlistError):
 
 
 class SchemaError(EnlistError):
-    """The database has no enlist tables, or they are at another schema step than this release needs."""
+    """The database has no enlist tables, or not as this release needs them: another step, a trigger that eats rows."""
 
 
 class HandlerError(EnlistError, TypeError):
@@ -98,7 +100,3 @@ class LeaseLost(EnlistError):
     def __init__(self, job_id: uuid.UUID) -> None:
         super().__init__(f"job {job_id}: its lease was lost, the effects of this run are rolled back")
         self.job_id = job_id
-
-
-class WorkerLost(EnlistError):
-    """The worker that ran the job died. Stored as the job's last error; never raised."""

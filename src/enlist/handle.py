@@ -27,7 +27,8 @@ class JobState(enum.StrEnum):
     DISCARDED = "discarded"
     """Rolled back, with its savepoint or its transaction, or the session was closed."""
     UNKNOWN = "unknown"
-    """The connection was lost once ``commit()`` had been called: the row may be there or not."""
+    """The row may be there or not: the connection was lost once ``commit()`` had been called, the commit failed on one
+    of several connections, or the transaction was ended behind the session's back."""
 
 
 @dataclass(eq=False, slots=True)

@@ -14,7 +14,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Mapper, mapped_column
 
 from enlist.exceptions import InvalidOption
 
-__all__ = ["LIVE_STATUSES", "JobRecord", "JobRecordMixin", "JobStatus"]
+__all__ = ["JobRecord", "JobRecordMixin", "JobStatus"]
 
 MAX_NAME_BYTES: Final = 200
 """Longest kind or queue name, in bytes of UTF-8."""
@@ -59,9 +59,6 @@ class JobStatus(enum.StrEnum):
     def _missing_(cls, value: object) -> JobStatus:
         known = ", ".join(cls)
         raise InvalidOption(f"unknown job status {value!r}: it is one of {known}")
-
-
-LIVE_STATUSES: Final = (JobStatus.QUEUED, JobStatus.RUNNING)
 
 
 class JobStatusType(sa.types.TypeDecorator[JobStatus]):
@@ -160,11 +157,14 @@ def add_constraints_and_indexes(table: sa.Table) -> None:
     }.items():
         table.append_constraint(sa.CheckConstraint(condition, name=final(f"{table.name}_{name}_check")))
 
-    queued, running = sa.text("status = 'queued'"), sa.text("status = 'running'")
+    running = sa.text("status = 'running'")
+    queued_plain = sa.text("status = 'queued' AND concurrency_key IS NULL")
     queued_key = sa.text("status = 'queued' AND concurrency_key IS NOT NULL")
     running_key = sa.text("status = 'running' AND concurrency_key IS NOT NULL")
-    # The claim, in its order.
-    sa.Index(final(f"{table.name}_ready"), c.queue, c.priority.desc(), c.run_at, c.id, postgresql_where=queued)
+    # The claim, in its order. Two lines: jobs that wait for a key's slot must not stand before those without a key.
+    line = (c.queue, c.priority.desc(), c.run_at, c.id)
+    sa.Index(final(f"{table.name}_ready"), *line, postgresql_where=queued_plain)
+    sa.Index(final(f"{table.name}_ready_key"), *line, postgresql_where=queued_key)
     # The claim of a key's next job.
     sa.Index(
         final(f"{table.name}_key"),

@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import sqlalchemy as sa
 
@@ -103,19 +103,22 @@ class _Callback:
 class Notifier:
     """Sends the NOTIFYs for one database, on a thread that is started when there is something to send."""
 
-    def __init__(self, make_engine: Callable[[], sa.Engine], name: str, running: set[Notifier]) -> None:
-        self._make_engine = make_engine
+    def __init__(self, source: sa.Engine, running: set[Notifier]) -> None:
+        self._name = shown_url(source.url)
+        self._make_engine = _notifying_engine(source, self._is_the_applications)
+        self._used: weakref.ref[object] | None = None
         self._running = running  # while it has a thread
         self._changed = threading.Condition()
         self._pending: dict[tuple[Statements, str], None] = {}
         self._thread: threading.Thread | None = None
         self._closing = False
         self._sent: dict[tuple[Statements, str], float] = {}
-        self._backoff = Backoff(f"notifying the workers of {name}")
+        self._backoff = Backoff(f"notifying the workers of {self._name}")
 
-    def add(self, statements: Statements, queues: Iterable[str]) -> None:
-        """Have the queues notified; returns at once."""
+    def add(self, statements: Statements, queues: Iterable[str], used: object) -> None:
+        """Have the queues notified; returns at once. ``used`` is the driver's connection that has committed."""
         with self._changed:
+            self._used = weakref.ref(used)
             if len(self._pending) >= MOST_PENDING or self._closing:
                 return
             for queue in queues:
@@ -135,6 +138,9 @@ class Notifier:
             self._changed.notify()
             return self._thread
 
+    def _is_the_applications(self, driver_connection: object) -> bool:
+        return self._used is not None and self._used() is driver_connection
+
     def _run(self) -> None:
         sender = _Sender(self._make_engine)
         try:
@@ -144,6 +150,12 @@ class Notifier:
                         sender.send(statements, queue)
                         self._sent[statements, queue] = time.monotonic()
                     self._backoff.succeeded()
+                except _Underivable as reason:
+                    sender.close()
+                    _say_underivable(self._name, reason)
+                    with self._changed:
+                        self._closing = True
+                        self._pending.clear()
                 except Exception as error:
                     sender.close()
                     self._failed(error, due)
@@ -217,13 +229,28 @@ class _Underivable(Exception):
     """There is no telling how a psycopg connection to the engine's database would be made."""
 
 
-def _notifying_engine(source: sa.Engine) -> Callable[[], sa.Engine]:
-    """Return what makes an engine to the same database with connections apart from the application's."""
+def _say_underivable(name: str, reason: _Underivable) -> None:
+    logger.warning(
+        "workers of %s cannot be notified, they poll: %s; JobRepository(notify='transaction') notifies"
+        " without a connection of its own",
+        name,
+        reason,
+    )
+
+
+def _notifying_engine(source: sa.Engine, is_the_applications: Callable[[object], bool]) -> Callable[[], sa.Engine]:
+    """Return what makes an engine to the same database with connections apart from the application's.
+
+    :param is_the_applications: tells of a driver's connection whether the application uses it.
+    """
+    own_creator = getattr(getattr(source.pool, "_creator", None), "__module__", None) != "sqlalchemy.engine.create"
     if source.dialect.driver == "psycopg" and not source.dialect.is_async:
         # The same arguments, creator and listeners.
         url, pool = source.url, source.pool.recreate()
+        if own_creator:
+            pool._creator = _apart(pool._invoke_creator, is_the_applications)
         return lambda: sa.create_engine(url, pool=pool.recreate())
-    if getattr(getattr(source.pool, "_creator", None), "__module__", None) != "sqlalchemy.engine.create":
+    if own_creator:
         raise _Underivable("the engine makes its connections with a creator of its own, for another driver")
     url = source.url.set(drivername="postgresql+psycopg")
     if source.dialect.driver == "asyncpg":
@@ -233,6 +260,18 @@ def _notifying_engine(source: sa.Engine) -> Callable[[], sa.Engine]:
         url = url.set(query=query)
     arguments = {"connect_timeout": CONNECT_SECONDS, "prepare_threshold": None}
     return lambda: sa.create_engine(url, poolclass=sa.NullPool, connect_args=arguments)
+
+
+def _apart(create: Callable[[Any], Any], is_the_applications: Callable[[object], bool]) -> Any:
+    """A creator that refuses a connection that the application uses: its transaction is not ours to end."""
+
+    def creator(record: Any) -> Any:
+        made = create(record)
+        if is_the_applications(made):
+            raise _Underivable("the engine's creator gives out one connection again and again")
+        return made
+
+    return creator
 
 
 class _Registry:
@@ -261,14 +300,9 @@ class _Registry:
 
     def _make(self, engine: sa.Engine) -> Notifier | None:
         try:
-            return Notifier(_notifying_engine(engine), shown_url(engine.url), self._running)
+            return Notifier(engine, self._running)
         except _Underivable as reason:
-            logger.warning(
-                "workers of %s cannot be notified, they poll: %s; JobRepository(notify='transaction') notifies"
-                " without a connection of its own",
-                shown_url(engine.url),
-                reason,
-            )
+            _say_underivable(shown_url(engine.url), reason)
             return None
 
     def close(self, timeout: float) -> None:
@@ -287,15 +321,16 @@ local: Final = LocalWakes()
 _registry: Final = _Registry()
 
 
-def committed(engine: sa.Engine, statements: Statements, queues: set[str], *, notified: bool) -> None:
+def committed(engine: sa.Engine, statements: Statements, queues: set[str], *, used: object, notified: bool) -> None:
     """Wake the workers of the queues: jobs have been committed. Never raises: the commit has been done.
 
+    :param used: the driver's connection that has committed them.
     :param notified: the transaction has sent its NOTIFY itself; wake the workers of this process only.
     """
     try:
         local.publish(statements.channel, queues)
         if not notified and queues and (notifier := _registry.notifier(engine)) is not None:
-            notifier.add(statements, queues)
+            notifier.add(statements, queues, used)
     except Exception:  # such as "can't start new thread" while the interpreter ends
         logger.debug("workers could not be notified, they poll", exc_info=True)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias, TypeVar, Unpack, cast, get_args, overload
 
 import sqlalchemy as sa
@@ -184,6 +184,8 @@ class JobRepository:
         :raises SessionError: likewise.
         """
         sync = _sync_session(session)
+        if isinstance(items, (JobPayload, str, Mapping)) or not isinstance(items, Iterable):
+            raise InvalidOption(f"items must be an iterable of payloads, such as a list, not a {type(items).__name__}")
         jobs: list[StagedJob] = []
         for index, item in enumerate(items):
             try:

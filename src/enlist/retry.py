@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import tenacity
-from sqlalchemy.exc import PendingRollbackError, StatementError
+from sqlalchemy.exc import DBAPIError, PendingRollbackError, StatementError
 
-from enlist._driver import brief
+from enlist._driver import brief, server_message
 
 if TYPE_CHECKING:
     from tenacity.wait import wait_base
@@ -76,6 +76,9 @@ def describe(error: BaseException) -> str:
         while report.stack and report.stack[0].filename.startswith(OWN_CODE):
             del report.stack[0]  # how enlist came to call the handler is nothing to its author
         text = "".join(report.format()).strip()
+        for cause in _chain(error):
+            if isinstance(cause, DBAPIError) and cause.orig is not None:
+                text = text.replace(str(cause.orig).strip(), server_message(cause))
     except BaseException as failure:  # a hostile __str__ or __cause__
         text = f"{type(error).__qualname__} (its text could not be made: {type(failure).__qualname__})"
     return storable(text, MAX_ERROR_CHARACTERS)

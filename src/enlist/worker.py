@@ -26,6 +26,7 @@ from enlist._driver import is_autocommit, shown_url
 from enlist._engines import (
     AsyncSessions,
     Bind,
+    SyncSessions,
     async_sessions,
     check_binds,
     housekeeping_engine,
@@ -104,7 +105,7 @@ class Worker:
             raise ConfigurationError(f"record must be a mapped class with JobRecordMixin, not {record!r}")
         if lifespan is not None and not callable(lifespan):
             raise ConfigurationError(f"lifespan must be a function that makes a context manager, not {lifespan!r}")
-        self.name = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
+        self.name = _new_name()
         self.handlers = handlers
         self.queues = _check_queues(queues, concurrency)
         self._bind, self._sync_bind, self._async_bind = bind, sync_bind, async_bind
@@ -118,11 +119,20 @@ class Worker:
         self._stop_asked = threading.Event()
         self._stop_now = threading.Event()
         self._running: _Running | None = None
-        # Found wrong now, not when the first job comes.
-        kinds = {handler.is_async for handler in handlers}
+        self._stopping = threading.Lock()
+        self._clean = True
+        self._sync: SyncSessions | None = None
+        self._async: AsyncSessions | None = None
+        self._make_sessions()  # found wrong now, not when the first job comes
+
+    def _make_sessions(self) -> None:
+        """Sessions for the kinds of handlers that there are; more may have been registered since the last time."""
+        kinds = {handler.is_async for handler in self.handlers}
         slots = sum(self.queues.values())
-        self._sync = sync_sessions(bind, sync_bind, slots) if False in kinds else None
-        self._async = async_sessions(bind, async_bind, slots) if True in kinds else None
+        if False in kinds and self._sync is None:
+            self._sync = sync_sessions(self._bind, self._sync_bind, slots)
+        if True in kinds and self._async is None:
+            self._async = async_sessions(self._bind, self._async_bind, slots)
 
     # -- running -----------------------------------------------------------------------------------------------
 
@@ -178,12 +188,15 @@ class Worker:
         if self._stop_asked.is_set():  # by stop() from another thread, while this one waited for the database
             self.stop()
 
-    def _begin(self) -> None:
+    def _begin(self, seconds: float | None = None) -> None:
         if self._running is not None:
             raise ConfigurationError("the worker is running already: stop it first")
+        self.name = _new_name()  # the worker may have been made before a fork: two must never have the same
+        self._clean = True
+        self._make_sessions()
         running = _Running(self)
         try:
-            running.open(self._stop_asked)
+            running.open(self._stop_asked, seconds)
         except BaseException:
             running.close()
             raise
@@ -193,28 +206,38 @@ class Worker:
         """Stop claiming, wait for the handlers that run, write what is left, and end the threads.
 
         What is not finished after ``shutdown_timeout`` is given back, the attempt with it; a plain handler cannot
-        be stopped: its job is left to the end of its lease.
+        be stopped: its job is left to the end of its lease. Called by a handler it does not wait, since that would
+        be for itself.
 
         :return: whether every handler had ended.
         """
         self._stop_asked.set()
-        running, self._running = self._running, None
-        if running is None:
-            return True
-        return running.stop(self._shutdown_seconds, self._stop_now)
+        if self._running is not None and self._running.executor.in_handler:
+            threading.Thread(target=self.stop, name="enlist-stop").start()
+            return False
+        with self._stopping:  # whoever comes second waits for the first
+            if self._running is not None:
+                try:
+                    self._clean = self._running.stop(self._shutdown_seconds, self._stop_now)
+                finally:
+                    self._running = None
+            return self._clean
 
     def drain(self, timeout: Duration | None = None) -> None:
         """Run jobs until none is due, then stop. For scripts, and for tests with connections of their own.
 
         :param timeout: seconds after which it gives up; default none.
-        :raises TimeoutError: there still were jobs then.
+        :raises TimeoutError: there still were jobs then, or the database could not be reached.
         """
         seconds = None if timeout is None else as_timedelta("timeout", timeout).total_seconds()
-        self.start()
+        self._stop_asked.clear()
+        self._stop_now.clear()
+        self._begin(seconds)
         running = self._running
-        assert running is not None
+        if running is None:  # stopped already, by another thread
+            return
         try:
-            drained = _wait_until_drained(running.claimer, seconds)
+            drained = _wait_until_drained(running.claimer, seconds, self._stop_asked)
         finally:
             self.stop()
         if not drained:
@@ -246,7 +269,7 @@ class _Running:
             poll_interval=worker._poll_seconds,
             give_back=self._give_back,
         )
-        self.completer = Completer(self.database, self.leases, self.claimer.due_in)
+        self.completer = Completer(self.database, self.leases, self.claimer.due_in, self.claimer.wake)
         self.claimer.all_recorded = lambda: self.completer.empty
         plain = any(not handler.is_async for handler in worker.handlers)
         self.executor = Executor(
@@ -268,14 +291,18 @@ class _Running:
 
     # -- start -------------------------------------------------------------------------------------------------
 
-    def open(self, stop_asked: threading.Event) -> None:
+    def open(self, stop_asked: threading.Event, seconds: float | None) -> None:
         worker = self._worker
+        end = None if seconds is None else time.monotonic() + seconds
         backoff = Backoff("the worker's connection to the database")
         while not stop_asked.is_set():
             try:
                 self._check()
             except (sa.exc.OperationalError, sa.exc.InterfaceError, OSError) as error:
-                stop_asked.wait(backoff.failed(error))
+                pause = backoff.failed(error)
+                if end is not None and time.monotonic() + pause > end:
+                    raise TimeoutError(f"the database could not be reached in {seconds:g} seconds") from error
+                stop_asked.wait(pause)
             else:
                 break
         if stop_asked.is_set():
@@ -360,7 +387,7 @@ class _Running:
         while not self.slots.idle and time.monotonic() < end:
             time.sleep(0.005)
         for run in self.leases.all():
-            if not run.ended and run.abandon("stopped"):
+            if not run.ended and (run.abandon("stopped") or run.handler.is_async):
                 logger.warning("%s cannot be stopped: it is left to the end of its lease", run)
 
     def close(self) -> bool:
@@ -383,14 +410,18 @@ class _Running:
         return idle and ended
 
 
-def _wait_until_drained(claimer: Claimer, seconds: float | None) -> bool:
+def _wait_until_drained(claimer: Claimer, seconds: float | None, stop_asked: threading.Event) -> bool:
     """Have it look again and again: the poll interval is too long for somebody who waits for the end."""
     end = None if seconds is None else time.monotonic() + seconds
-    while not claimer.drained.wait(DRAIN_LOOK_SECONDS):
+    while not claimer.drained.wait(DRAIN_LOOK_SECONDS) and not stop_asked.is_set():
         if end is not None and time.monotonic() > end:
             return False
         claimer.wake()
     return True
+
+
+def _new_name() -> str:
+    return f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
 
 
 def _check_queues(queues: Mapping[str, int] | Sequence[str] | None, concurrency: int) -> dict[str, int]:

@@ -5,6 +5,7 @@ It says ``ready`` when it has the database, ``run KIND ID ATTEMPT`` when a handl
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import json
 import logging
@@ -64,6 +65,22 @@ def asleep(session: Session, job: Job[dict[str, Any]]) -> None:
     """Never returns."""
     say("run", job.kind, job.id, job.attempt)
     threading.Event().wait()
+
+
+@handlers.handler("async asleep", wait=SOON)
+async def async_asleep(session: AsyncSession, job: Job[dict[str, Any]]) -> None:
+    """The same on a thread of the loop's executor."""
+    say("run", job.kind, job.id, job.attempt)
+    await asyncio.to_thread(threading.Event().wait)
+
+
+@handlers.handler("forking", wait=SOON)
+def forking(session: Session, job: Job[dict[str, Any]]) -> None:
+    """Its child returns as well: it must not write to the connection that it shares."""
+    note(session, job)
+    session.flush()
+    if child := os.fork():
+        os.waitpid(child, 0)
 
 
 @handlers.handler("async holding", wait=SOON)

@@ -37,7 +37,8 @@ def migrate(connection: sa.Connection, *, to: int | None = None, schema: str | N
     :param schema: the schema for the tables, which must exist; default the first of the ``search_path``.
     :return: the steps that were carried out now, in order; empty when there was nothing to do.
     :raises InvalidOption: ``to`` is not a step of this release.
-    :raises ConfigurationError: the connection commits by itself (AUTOCOMMIT): a half-made step could stay behind.
+    :raises ConfigurationError: the connection commits by itself (AUTOCOMMIT): a half-made step could stay behind; or
+        it is not READ COMMITTED.
     :raises SchemaError: the schema does not exist.
     """
     target = LATEST_STEP if to is None else to
@@ -47,6 +48,12 @@ def migrate(connection: sa.Connection, *, to: int | None = None, schema: str | N
         raise ConfigurationError(
             "migrate() was given a connection in AUTOCOMMIT mode; a schema step must be one transaction: "
             "use engine.begin(), or connection.execution_options(isolation_level='READ COMMITTED')"
+        )
+    level = connection.exec_driver_sql("SHOW transaction_isolation").scalar_one()
+    if level != "read committed":
+        raise ConfigurationError(
+            f"migrate() was given a connection at {level.upper()}: it would not see what a migration that it waited for"
+            " has done; use engine.execution_options(isolation_level='READ COMMITTED').begin()"
         )
     prefix = _prefix(connection, schema)
     connection.execute(sa.text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK_KEY})
@@ -81,7 +88,11 @@ def verify_schema(connection: sa.Connection, *, record: type[JobRecordMixin] = J
     """
     table = sa.inspect(record).local_table
     assert isinstance(table, sa.Table)
-    name = _undoubled(connection.dialect.identifier_preparer.format_table(table))
+    options = connection.get_execution_options()
+    schema = (options.get("schema_translate_map") or {}).get(table.schema, table.schema)
+    preparer = connection.dialect.identifier_preparer
+    parts = [] if schema is None else [preparer.quote_schema(schema)]
+    name = _undoubled(".".join([*parts, preparer.quote(table.name)]))
     if record is JobRecord or table.name == JobRecord.__tablename__:
         remedy = "run `enlist migrate`, or enlist.migrations.migrate(connection)"
     else:
@@ -111,7 +122,7 @@ def verify_schema(connection: sa.Connection, *, record: type[JobRecordMixin] = J
     if lacking := sorted(str(index.name) for index in table.indexes if index.name not in indexes):
         raise SchemaError(f"table {name} lacks the indexes {', '.join(lacking)} (or they are invalid): {remedy}")
     if table.name == JobRecord.__tablename__:
-        step = current_step(connection, schema=table.schema)
+        step = current_step(connection, schema=schema)
         # 0: made by create_all(), in a test; the columns and indexes above are what counts then.
         if 0 < step < LATEST_STEP:
             raise SchemaError(f"the database is at schema step {step}, this release needs {LATEST_STEP}: {remedy}")

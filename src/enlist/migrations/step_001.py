@@ -57,7 +57,12 @@ STATEMENTS: Final = (
     """
     CREATE INDEX IF NOT EXISTS enlist_job_ready
     ON {schema}enlist_job (queue, priority DESC, run_at, id)
-    WHERE status = 'queued'
+    WHERE status = 'queued' AND concurrency_key IS NULL
+    """,
+    """
+    CREATE INDEX IF NOT EXISTS enlist_job_ready_key
+    ON {schema}enlist_job (queue, priority DESC, run_at, id)
+    WHERE status = 'queued' AND concurrency_key IS NOT NULL
     """,
     """
     CREATE INDEX IF NOT EXISTS enlist_job_key

@@ -1,0 +1,333 @@
+"""Rows, handlers and a process that do what nobody should: it stays one job's trouble."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pydantic
+import pytest
+import sqlalchemy as sa
+import tenacity
+from sqlalchemy import URL, Engine
+from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Session
+
+from enlist import Cancel, HandlerRegistry, Job, JobPayload, Retry, Snooze, Worker
+from enlist._claimer import Claimer
+from tests.shop import Effect
+from tests.support import Observer, wait_until
+from tests.support.jobs import Jobs, running
+from tests.support.process import WorkerProcess
+
+SOON = tenacity.wait_fixed(0.02)
+LATER = tenacity.wait_fixed(600)
+
+
+@pytest.fixture
+def jobs(observer: Observer) -> Jobs:
+    return Jobs(observer)
+
+
+def registry(**functions: Callable[..., Any]) -> HandlerRegistry:
+    """Handlers by kind; ``plain`` and ``asynchronous`` leave an effect."""
+    handlers = HandlerRegistry()
+
+    @handlers.handler("plain", wait=SOON)
+    def plain(session: Session, job: Job[Any]) -> None:
+        session.add(Effect(job_id=job.id))
+
+    for kind, function in functions.items():
+        handlers.handler(kind, wait=LATER)(function)
+    return handlers
+
+
+async def asynchronous(session: AsyncSession, job: Job[Any]) -> None:
+    session.add(Effect(job_id=job.id))
+
+
+# -- rows ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("payload", '{"n": ' + "1" * 5000 + "}"),
+        ("payload", '{"n": ' + "[" * 6000 + "]" * 6000 + "}"),
+        ("meta", '{"n": ' + "1" * 5000 + "}"),
+    ],
+    ids=["a number too long", "nested too deep", "meta"],
+)
+def test_json_that_python_cannot_read_fails_its_own_job_only(
+    column: str, value: str, engine: Engine, jobs: Jobs, observer: Observer
+) -> None:
+    wrong = jobs.add("plain", priority=1, max_attempts=1)
+    with engine.begin() as connection:
+        connection.execute(sa.text(f"UPDATE enlist_job SET {column} = CAST(:value AS jsonb)"), {"value": value})
+    right = jobs.add_many("plain", 3)
+    with running(Worker(engine, registry(), poll_interval=0.05)):
+        for job_id in right:
+            assert jobs.wait(job_id)["status"] == "done"
+        observer.wait_for("SELECT status = 'dead' FROM enlist_job WHERE id = %s", wrong)
+    error = observer.scalar("SELECT last_error FROM enlist_job WHERE id = %s", wrong)
+    assert f"the stored {column} cannot be read" in error
+
+
+@pytest.mark.parametrize("run_at", ["-infinity", "0044-03-15 BC"])
+def test_a_due_time_before_pythons_first_is_due(run_at: str, engine: Engine, jobs: Jobs) -> None:
+    jobs.add_many("plain", 3)
+    with engine.begin() as connection:
+        connection.execute(sa.text("UPDATE enlist_job SET run_at = CAST(:run_at AS timestamptz)"), {"run_at": run_at})
+    with running(Worker(engine, registry(), poll_interval=0.05)):
+        jobs.wait_all()
+
+
+# -- endings -------------------------------------------------------------------------------------------------
+
+
+class BareSnooze(Snooze):
+    def __init__(self) -> None:
+        Exception.__init__(self)
+
+
+class TextRetry(Retry):
+    def __init__(self) -> None:
+        self.delay: Any = "tomorrow"
+
+
+class BareCancel(Cancel):
+    def __init__(self) -> None:
+        Exception.__init__(self)
+
+
+@pytest.mark.parametrize("ending", [BareSnooze, TextRetry, BareCancel])
+def test_an_ending_that_is_not_whole_is_a_failure(ending: type[Exception], engine: Engine, jobs: Jobs) -> None:
+    def bad(session: Session, job: Job[Any]) -> None:
+        raise ending
+
+    def failing(session: Session, job: Job[Any]) -> None:
+        raise ValueError("ordinary")
+
+    bad_id = jobs.add("bad", priority=1)
+    other_id = jobs.add("failing")
+    with running(Worker(engine, registry(bad=bad, failing=failing), poll_interval=0.05)):
+        row = jobs.wait_failed(bad_id)
+        assert "ordinary" in jobs.wait_failed(other_id)["last_error"]
+    assert (row["status"], row["attempt"], row["lost"]) == ("queued", 1, 0)
+    assert ending.__name__ in row["last_error"] or "delay" in row["last_error"]
+
+
+@pytest.mark.parametrize("reason", [None, 5, ValueError("x")])
+def test_a_reason_that_is_no_text_cancels_too(reason: Any, engine: Engine, jobs: Jobs) -> None:
+    def bad(session: Session, job: Job[Any]) -> None:
+        raise Cancel(reason)
+
+    job_id = jobs.add("bad")
+    with running(Worker(engine, registry(bad=bad), poll_interval=0.05)):
+        row = jobs.wait(job_id)
+    assert (row["status"], row["last_error"]) == ("cancelled", str(reason))
+
+
+class Exiting(JobPayload, kind="exiting"):
+    number: int = 0
+
+    @pydantic.field_validator("number")
+    @classmethod
+    def check(cls, value: int) -> int:
+        raise SystemExit(3)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_validator_that_exits_is_a_failure(is_async: bool, engine: Engine, jobs: Jobs) -> None:
+    handlers = registry()
+    decorate: Any = handlers.handler(Exiting, wait=LATER)
+    decorate(asynchronous if is_async else lambda session, job: None)
+    job_id = jobs.add("exiting", {"number": 1})
+    with running(Worker(engine, handlers, poll_interval=0.05)):
+        row = jobs.wait_failed(job_id)
+    assert (row["status"], row["lost"]) == ("queued", 0)
+    assert "SystemExit: 3" in row["last_error"]
+
+
+@pytest.mark.parametrize("kind", ["idle", "failing"])
+def test_an_ending_that_the_database_refuses_does_not_hold_up_the_others(
+    kind: str, engine: Engine, jobs: Jobs, observer: Observer
+) -> None:
+    observer.connection.execute(
+        "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN"
+        " IF OLD.status = 'running' AND OLD.meta ? 'refused' THEN RAISE 'refused'; END IF; RETURN NEW; END $$;"
+        "CREATE TRIGGER refuse BEFORE UPDATE ON enlist_job FOR EACH ROW EXECUTE FUNCTION refuse()"
+    )
+
+    def idle(session: Session, job: Job[Any]) -> None: ...
+
+    def failing(session: Session, job: Job[Any]) -> None:
+        raise ValueError
+
+    refused = jobs.add(kind, priority=1, max_attempts=1, meta='{"refused": 1}')
+    others = jobs.add_many(kind, 20, max_attempts=2)
+    with running(Worker(engine, registry(idle=idle, failing=failing), poll_interval=0.05, lease=30)):
+        for job_id in others:
+            jobs.wait(job_id, "done", "queued")
+            if kind == "failing":
+                jobs.wait_failed(job_id)
+    assert jobs.status(refused) == "running"
+
+
+# -- the process ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("possible", [2, 0])
+def test_a_process_without_threads_to_spare(
+    possible: int, engine: Engine, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+    refusing = True
+
+    def limited(thread: threading.Thread) -> None:
+        if refusing and thread.name.startswith("enlist-handler-") and int(thread.name.rpartition("-")[2]) > possible:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def waiting(session: Session, job: Job[Any]) -> None:
+        session.add(Effect(job_id=job.id))
+        time.sleep(0.02)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    job_ids = jobs.add_many("waiting", 8)
+    with running(Worker(engine, registry(waiting=waiting), poll_interval=0.05)):
+        if not possible:
+            wait_until(lambda: jobs.counts() == {"queued": 8} and jobs.row(job_ids[0])["lease_token"] > 1)
+            refusing = False
+        jobs.wait_all()
+    assert jobs.effects_by_job() == dict.fromkeys(job_ids, 1)
+    assert {jobs.row(job_id)["attempt"] for job_id in job_ids} == {1}
+
+
+def test_handlers_that_are_registered_after_the_worker_was_made(engine: Engine, jobs: Jobs) -> None:
+    handlers = registry()
+    worker = Worker(engine, handlers, poll_interval=0.05)
+    handlers.handler("asynchronous")(asynchronous)
+    jobs.add_many("asynchronous", 3)
+    jobs.add_many("plain", 3)
+    with running(worker):
+        jobs.wait_all()
+
+
+def test_each_start_has_a_name_of_its_own(engine: Engine) -> None:
+    """The worker may have been made before a fork, and a name says whose jobs are given back."""
+    worker = Worker(engine, registry())
+    names = {worker.name}
+    for _ in range(2):
+        with running(worker):
+            names.add(worker.name)
+    assert len(names) == 3
+
+
+def test_a_forked_child_that_returns_from_the_handler_ends_there(
+    database_url: URL, jobs: Jobs, observer: Observer
+) -> None:
+    job_ids = jobs.add_many("forking", 3)
+    with WorkerProcess(database_url) as process:
+        jobs.wait_all()
+        process.terminate()
+        assert process.wait() == 0
+    assert jobs.effects_by_job() == dict.fromkeys(job_ids, 1)
+
+
+# -- the event loop ------------------------------------------------------------------------------------------
+
+
+def test_a_handler_that_cancels_all_tasks_leaks_no_slot(engine: Engine, jobs: Jobs) -> None:
+    async def cancelling(session: AsyncSession, job: Job[Any]) -> None:
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+
+    async def working(session: AsyncSession, job: Job[Any]) -> None:
+        await asyncio.sleep(0)
+
+    handlers = registry(cancelling=cancelling)
+    handlers.handler("working", wait=SOON)(working)
+    for _ in range(10):
+        jobs.add_many("cancelling", 2, max_attempts=100)
+        jobs.add_many("working", 10, max_attempts=100)
+    with running(Worker(engine, handlers, queues={"default": 5}, poll_interval=0.05, lease=60)):
+        jobs.wait_all()
+
+
+@pytest.mark.parametrize("name", ["taken", "shut down"])
+def test_the_loops_executor_is_the_handlers_and_the_worker_needs_it_not(name: str, engine: Engine, jobs: Jobs) -> None:
+    release = threading.Event()
+
+    async def first(session: AsyncSession, job: Job[Any]) -> None:
+        if name == "taken":
+            await asyncio.gather(*[asyncio.to_thread(release.wait, 10) for _ in range(40)])
+        else:
+            await asyncio.get_running_loop().shutdown_default_executor()
+
+    async def failing(session: AsyncSession, job: Job[Any]) -> None:
+        raise ValueError("recorded")
+
+    handlers = registry(first=first, failing=failing, asynchronous=asynchronous)
+    jobs.add("first")
+    with running(Worker(engine, handlers, poll_interval=0.05)):
+        wait_until(lambda: jobs.counts() == ({"running": 1} if name == "taken" else {"done": 1}))
+        failed, careful = jobs.add("failing"), jobs.add("asynchronous", max_attempts=1)
+        assert "recorded" in jobs.wait_failed(failed)["last_error"]
+        assert jobs.wait(careful)["status"] == "done"
+        release.set()
+
+
+# -- many at once --------------------------------------------------------------------------------------------
+
+
+def test_retries_that_are_due_together_cost_one_claim(
+    engine: Engine, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claims = []
+    claim = Claimer.claim
+
+    def counting(self: Claimer, demands: Any) -> Any:
+        claims.append(time.monotonic())
+        return claim(self, demands)
+
+    monkeypatch.setattr(Claimer, "claim", counting)
+    seen = set()
+
+    def snoozing(session: Session, job: Job[Any]) -> None:
+        if job.id not in seen:
+            seen.add(job.id)
+            raise Snooze(0.2)
+
+    jobs.add_many("snoozing", 400)
+    with running(Worker(engine, registry(snoozing=snoozing), queues={"default": 50}, poll_interval=30)):
+        jobs.wait_all()
+        before = len(claims)
+        time.sleep(0.3)
+        assert len(claims) - before <= 3
+
+
+# -- afterwards ----------------------------------------------------------------------------------------------
+
+
+def test_a_session_cannot_be_used_after_its_attempt(engine: Engine, jobs: Jobs) -> None:
+    kept: list[Any] = []
+
+    def keeping(session: Session, job: Job[Any]) -> None:
+        session.add(Effect(job_id=job.id))
+        kept.append(session)
+
+    async def async_keeping(session: AsyncSession, job: Job[Any]) -> None:
+        session.add(Effect(job_id=job.id))
+        kept.append(session.sync_session)
+
+    jobs.add("keeping")
+    jobs.add("async_keeping")
+    with running(Worker(engine, registry(keeping=keeping, async_keeping=async_keeping), poll_interval=0.05)):
+        jobs.wait_all()
+    for session in kept:
+        with pytest.raises(sa.exc.InvalidRequestError, match="closed"):
+            session.execute(sa.text("SELECT 1"))
