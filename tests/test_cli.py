@@ -289,6 +289,9 @@ def test_status_names_the_kinds_that_an_application_does_not_handle(
     assert "Queued, but no handler here: [red]un\\x1bknown" in result.out
     found = json.loads(enlist(*arguments, "--json").out)
     assert found["unhandled_kinds"] == ["[red]un\x1bknown"]
+    # A registry serves no queues; the worker of this application serves only the default one.
+    assert found["unserved_queues"] == (None if target == "handlers" else ["mail"])
+    assert ("does not serve: mail" in result.out) == (target != "handlers")
 
 
 @pytest.mark.usefixtures("jobs")

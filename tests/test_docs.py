@@ -5,6 +5,8 @@ Two kinds of HTML comments, which readers don't see, steer it:
 
 - ``<!-- run: ... -->`` holds Python that is run at its place: what an example takes for granted, or a check of it;
 - ``<!-- no-run: reason -->`` on the line above a block: it is compiled, but not run.
+
+What a page calls ``shop.models`` is ``tests.shop``; the address of its own database is put in for ``SHOP_URL``.
 """
 
 from __future__ import annotations
@@ -21,7 +23,10 @@ import pytest
 from sqlalchemy import URL, Engine
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+import tests.shop
+
 ROOT = Path(__file__).parents[1]
+SHOP_URL = "postgresql+psycopg://localhost/shop"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 
 _BLOCK = re.compile(
@@ -51,7 +56,9 @@ def namespace(database_url: URL) -> Iterator[dict[str, object]]:
     module = types.ModuleType("documentation")
     sys.modules[module.__name__] = module
     module.__dict__["url"] = database_url
+    sys.modules["shop"], sys.modules["shop.models"] = types.ModuleType("shop"), tests.shop
     yield module.__dict__
+    del sys.modules["shop"], sys.modules["shop.models"]
     for value in list(module.__dict__.values()):
         if isinstance(value, Engine):
             value.dispose()
@@ -61,10 +68,11 @@ def namespace(database_url: URL) -> Iterator[dict[str, object]]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_the_examples_run(page: Path, namespace: dict[str, object]) -> None:
+def test_the_examples_run(page: Path, namespace: dict[str, object], database_url: URL) -> None:
     for block in _blocks(page.read_text()):
         if block.language == "python":
-            code = compile(block.source, page, "exec", dont_inherit=True)
+            address = database_url.render_as_string(hide_password=False)
+            code = compile(block.source.replace(SHOP_URL, address), page, "exec", dont_inherit=True)
             if block.runs:
                 exec(code, namespace)
 

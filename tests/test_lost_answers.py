@@ -90,7 +90,11 @@ def test_a_commit_whose_answer_is_lost_is_found_to_have_landed(
 
 
 def test_a_completion_whose_answer_is_lost_is_sent_again_and_changes_nothing(
-    engine: Engine, lossy_engine: Engine, proxy: LossyProxy, observer: Observer
+    engine: Engine,
+    lossy_engine: Engine,
+    proxy: LossyProxy,
+    observer: Observer,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     registry = HandlerRegistry()
     runs: list[int] = []
@@ -106,6 +110,7 @@ def test_a_completion_whose_answer_is_lost_is_sent_again_and_changes_nothing(
     assert proxy.lost.is_set()
     assert runs == [1]
     assert observer.row("SELECT status, attempt FROM enlist_job") == ("done", 1)
+    assert "lease was lost" not in caplog.text
 
 
 def test_connections_that_have_died_in_the_pools_cost_no_attempt(

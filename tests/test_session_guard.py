@@ -466,3 +466,17 @@ def test_a_connection_switched_to_autocommit_is_refused_at_its_first_use(databas
         row = jobs.wait_failed(job_id)
     assert used.is_set()
     assert_failed(jobs, row, "AUTOCOMMIT")
+
+
+@pytest.mark.parametrize("how", ["commit", "rollback"])
+def test_a_transaction_ended_on_the_drivers_connection_is_noticed(
+    how: str, engine: Engine, jobs: Jobs, observer: Observer
+) -> None:
+    """It cannot be refused, and what was committed stays; but the job is not called done."""
+
+    def body(session: Session) -> None:
+        getattr(session.connection().connection.driver_connection, how)()
+
+    row = run_plain(engine, jobs, body)
+    assert row["status"] == "queued"
+    assert "driver's connection" in row["last_error"]

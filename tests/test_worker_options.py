@@ -18,6 +18,7 @@ from enlist import (
     HandlerRegistry,
     InvalidOption,
     Job,
+    JobPayload,
     JobRecord,
     JobRecordMixin,
     JobStatus,
@@ -272,3 +273,32 @@ def test_an_unknown_status_in_a_query_never_reaches_the_database(engine: Engine,
         with pytest.raises(InvalidOption, match=f"unknown job status {value!r}"):
             session.scalars(sa.select(JobRecord).where(JobRecord.status == value)).all()
         assert session.scalar(sa.select(sa.func.count()).where(JobRecord.status == "done")) == 0
+
+
+def test_a_handler_whose_jobs_go_to_a_queue_that_is_not_served_is_named(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Mail(JobPayload, kind="mail", queue="outgoing"):
+        pass
+
+    handlers = HandlerRegistry()
+
+    @handlers.handler(Mail)
+    def mail(session: Session, job: Job[Mail]) -> None: ...
+
+    Worker(engine, handlers).drain(timeout=10)
+    assert "handlers for mail, whose jobs go to the queue 'outgoing'" in caplog.text
+    caplog.clear()
+    Worker(engine, handlers, queues=["outgoing"]).drain(timeout=10)
+    assert "outgoing' by default" not in caplog.text
+
+
+def test_drain_gives_up_in_time_while_the_database_is_away() -> None:
+    handlers = HandlerRegistry()
+
+    @handlers.handler("any")
+    def handle(session: Session, job: Job[Any]) -> None: ...
+
+    engine = sa.create_engine("postgresql+psycopg://postgres@/none?host=/nowhere")
+    with pytest.raises(TimeoutError, match=r"could not be reached in 0\.5 seconds"):
+        Worker(engine, handlers).drain(timeout=0.5)

@@ -199,14 +199,14 @@ def status(
 ) -> None:
     """Count jobs by queue and status, say how late the oldest is, and name the kinds that wait."""
     application = None if target is None else load_application(target)
-    handled = None
+    handled = served = None
     record: type[JobRecordMixin] = JobRecord
     if isinstance(application, Worker):
-        handled, record = application.handlers.kinds, application._record
+        handled, served, record = application.handlers.kinds, application.queues, application._record
     elif application is not None:
         handled = application.kinds
     with _engine_of(application, database_url) as engine, connecting(engine) as connection:
-        found = read_status(connection, record=record, handled=handled)
+        found = read_status(connection, record=record, handled=handled, served=served)
     if as_json:
         typer.echo(status_as_json(found))
     else:

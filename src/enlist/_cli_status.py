@@ -55,15 +55,22 @@ class Status:
     """Kinds that have queued jobs."""
     unhandled: list[str] | None
     """Those of them that the application has no handler for; None when no application was given."""
+    unserved: list[str] | None
+    """Queues with queued jobs that the worker doesn't serve; None when no worker was given."""
 
 
 def read_status(
-    connection: sa.Connection, *, record: type[JobRecordMixin] = JobRecord, handled: Collection[str] | None = None
+    connection: sa.Connection,
+    *,
+    record: type[JobRecordMixin] = JobRecord,
+    handled: Collection[str] | None = None,
+    served: Collection[str] | None = None,
 ) -> Status:
     """Count the jobs: one scan of the table, which reads no payloads.
 
     :param record: the mapped class of the jobs.
     :param handled: the kinds that the application has handlers for, if it is known.
+    :param served: the queues that the worker serves, if it is known.
     :raises SchemaError: the database lacks enlist's tables, or they are at an older step.
     """
     verify_schema(connection, record=record)
@@ -79,7 +86,9 @@ def read_status(
         for count in counts:
             count.add(row.status, row.jobs, row.due, row.oldest_due_age)
     unhandled = None if handled is None else sorted(kinds.keys() - set(handled))
-    return Status(total, dict(sorted(queues.items())), dict(sorted(kinds.items())), unhandled)
+    waiting = {queue for queue, count in queues.items() if count.by_status[JobStatus.QUEUED]}
+    unserved = None if served is None else sorted(waiting - set(served))
+    return Status(total, dict(sorted(queues.items())), dict(sorted(kinds.items())), unhandled, unserved)
 
 
 def status_as_json(status: Status) -> str:
@@ -90,6 +99,7 @@ def status_as_json(status: Status) -> str:
             "queues": {queue: count.as_json() for queue, count in status.queues.items()},
             "queued_kinds": {kind: count.as_json([JobStatus.QUEUED]) for kind, count in status.queued_kinds.items()},
             "unhandled_kinds": status.unhandled,
+            "unserved_queues": status.unserved,
         },
         indent=2,
     )
@@ -107,6 +117,9 @@ def print_status(status: Status, console: Console) -> None:
     elif status.unhandled:
         names = ", ".join(map(printable, status.unhandled))
         console.print(Text(f"Queued, but no handler here: {names}", style="bold red"))
+    if status.unserved:
+        names = ", ".join(map(printable, status.unserved))
+        console.print(Text(f"Queued in a queue that this worker does not serve: {names}", style="bold red"))
 
 
 def _queue_table(status: Status) -> Table:

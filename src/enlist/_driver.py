@@ -99,7 +99,8 @@ def sqlstate(error: BaseException) -> str | None:
 def brief(error: BaseException) -> str:
     """Return an error's class and message. Of a database error only the server's message: no statement, no data."""
     if isinstance(error, sa.exc.DBAPIError) and error.orig is not None:
-        return f"{type(error).__name__} ({type(error.orig).__name__}): {server_message(error)}"
+        names = dict.fromkeys([type(error).__name__, type(error.orig).__name__])
+        return f"{' / '.join(names)}: {server_message(error)}"
     return f"{type(error).__name__}: {error}"
 
 

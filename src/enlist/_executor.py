@@ -395,11 +395,14 @@ class Executor:
         return None
 
     def _end(self, run: Run, error: BaseException) -> None:
+        extra = {"job_id": str(run.id), "kind": run.kind, "attempt": run.attempt}
         if isinstance(error, Snooze):
+            logger.debug("%s is snoozed for %s", run, error.delay, extra=extra)
             delay = as_timedelta("delay", error.delay)
             self._completer.settle(Settlement(run, JobStatus.QUEUED, delay, returned=1))
         elif isinstance(error, Cancel):
             text = storable(str(error.reason), 1000)
+            logger.info("%s is cancelled by its handler: %s", run, text, extra=extra)
             entry = error_entry(run.attempt, text)
             self._completer.settle(Settlement(run, JobStatus.CANCELLED, error=text, entry=entry))
         else:

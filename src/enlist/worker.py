@@ -43,6 +43,7 @@ from enlist.exceptions import ConfigurationError
 from enlist.handlers import HandlerRegistry
 from enlist.migrations import verify_schema
 from enlist.models import JobRecord, JobRecordMixin
+from enlist.payload import options_of
 
 __all__ = ["Worker"]
 
@@ -294,7 +295,8 @@ class _Running:
     def open(self, stop_asked: threading.Event, seconds: float | None) -> None:
         worker = self._worker
         end = None if seconds is None else time.monotonic() + seconds
-        backoff = Backoff("the worker's connection to the database")
+        url = shown_url(self.database.engine.url)
+        backoff = Backoff(f"the worker's connection to {url}")
         while not stop_asked.is_set():
             try:
                 self._check()
@@ -317,6 +319,7 @@ class _Running:
             ", ".join(f"{name} ({slots})" for name, slots in worker.queues.items()),
             ", ".join(worker.handlers.kinds),
         )
+        self._warn_of_unserved_queues()
         self.heartbeat.loop.start()
         self.completer.loop.start()
         self.reaper.loop.start()
@@ -324,6 +327,20 @@ class _Running:
         unsubscribe = notifier.local.subscribe(self.database.statements.channel, self._woken)
         self._stack.callback(unsubscribe)
         self.claimer.loop.start()
+
+    def _warn_of_unserved_queues(self) -> None:
+        """Say which handlers will have nothing to do: their jobs go to queues that are not looked at here."""
+        queues: dict[str, list[str]] = {}
+        for handler in self._worker.handlers:
+            if handler.payload_type is not None:
+                queues.setdefault(options_of(handler.payload_type).queue, []).append(handler.kind)
+        for queue in queues.keys() - self._worker.queues.keys():
+            logger.warning(
+                "worker %s has handlers for %s, whose jobs go to the queue %r by default: it does not serve that queue",
+                self._worker.name,
+                ", ".join(sorted(queues[queue])),
+                queue,
+            )
 
     def _check(self) -> None:
         """Connect in every way that will be needed, and look whether it will do."""
@@ -365,9 +382,16 @@ class _Running:
         self.claimer.loop.stop(STOPPING_SECONDS)
         for run in waiting:
             self.completer.release(run)
+        if waiting:
+            logger.info("worker %s: %d jobs that had not begun are given back", worker.name, len(waiting))
         while not self.slots.idle and not stop_now.is_set() and (left := end - time.monotonic()) > 0:
             stop_now.wait(min(left, 0.01))
         if not self.slots.idle:
+            logger.warning(
+                "worker %s: %s; handlers that still run are given up",
+                worker.name,
+                "asked to stop at once" if stop_now.is_set() else f"{timeout:g} seconds are over",
+            )
             self._give_up()
         self.completer.flush(STOPPING_SECONDS)
         return self.close()

@@ -39,6 +39,7 @@ StopMode = Literal["fast", "immediate"]
 
 _PORT = 5432  # only part of the socket's file name: the server listens on no TCP port
 _PG_CTL_TIMEOUT_SECONDS = 60
+_INTERRUPT_SECONDS = 5
 # initdb and pg_ctl put paths into shell commands between double quotes.
 _SPECIAL_IN_SHELL = frozenset('"$`\\\n')
 # A user will copy the socket's path: no quotes or spaces, which URLs write in two ways.
@@ -259,6 +260,7 @@ class EmbeddedServer:
             "--locale=C",  # the only locale that every machine has
             "--no-sync",
             "--no-instructions",
+            "--set=dynamic_shared_memory_type=mmap",  # as below, should it be killed
         )
         with (self.data_directory / "postgresql.conf").open("a") as file:
             file.write("include_if_exists = 'enlist.conf'\n")
@@ -449,9 +451,13 @@ def _call(command: Sequence[str], directory: Path, user: str | None, output: int
     try:
         return process.wait()
     except BaseException:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        # Asked first: what a killed server has in shared memory stays there for ever.
+        for number in (signal.SIGINT, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_INTERRUPT_SECONDS)
+                break
         raise
 
 
