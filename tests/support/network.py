@@ -12,13 +12,13 @@ from sqlalchemy import URL
 
 
 class Network:
-    """Forwards TCP connections to the server's Unix socket, while its gate is open.
+    """Forwards TCP connections to the server, while its gate is open.
 
     To lose a single answer at a chosen moment there is :class:`tests.support.proxy.LossyProxy`.
     """
 
     def __init__(self, url: URL) -> None:
-        self._target = f"{url.query['host']}/.s.PGSQL.{url.query['port']}"
+        self._family, self._target = _address(url)
         self._listener = socket.create_server(("127.0.0.1", 0))
         port: int = self._listener.getsockname()[1]
         self.url = url.set(host="127.0.0.1", port=port).difference_update_query(["host", "port"])
@@ -66,7 +66,7 @@ class Network:
 
     def _accept(self) -> None:
         client, _ = self._listener.accept()
-        server = socket.socket(socket.AF_UNIX)
+        server = socket.socket(self._family)
         if not self._open or server.connect_ex(self._target):
             client.close()
             server.close()
@@ -91,3 +91,13 @@ class Network:
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(end)
             end.close()
+
+
+def _address(url: URL) -> tuple[int, str | tuple[str, int]]:
+    """The family and address of the server's socket."""
+    host, port = url.query.get("host", url.host or "localhost"), url.query.get("port", url.port or 5432)
+    assert isinstance(host, str)
+    assert isinstance(port, (str, int))
+    if host.startswith("/"):
+        return socket.AF_UNIX, f"{host}/.s.PGSQL.{port}"
+    return socket.AF_INET, (host, int(port))
