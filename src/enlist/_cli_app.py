@@ -233,7 +233,8 @@ def _engine_of(application: object, database_url: str | None) -> Iterator[sa.Eng
 
 @app.command()
 def demo(
-    orders: Annotated[int, typer.Option(min=40, max=1_000_000, help="How many orders to place.")] = 2000,
+    # With fewer the jobs may all be done before there is a worker to kill.
+    orders: Annotated[int, typer.Option(min=200, max=1_000_000, help="How many orders to place.")] = 2000,
     database_url: OwnDatabaseURL = None,
     keep: Annotated[bool, typer.Option("--keep", help="Leave the database up, and say how to connect.")] = False,
 ) -> None:

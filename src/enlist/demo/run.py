@@ -32,7 +32,7 @@ WORKERS: Final = 2
 KILL_AT: Final = 0.4
 """The share of the jobs that are done when a worker is killed."""
 
-LOOK_SECONDS: Final = 0.05
+LOOK_SECONDS: Final = 0.02
 STALLED_SECONDS: Final = 30.0
 """Without a job done for so long, the demo stops waiting and shows what is off."""
 
