@@ -52,6 +52,6 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def slow(session: nox.Session) -> None:
-    """Run the tests that take long (marker `slow`): about 5 minutes."""
+    """Run the tests that take long (marker `slow`): about 15 seconds."""
     session.install("-e", ".[test]")
     session.run("pytest", "-m", "slow", "--timeout=600", "-n", "0", *session.posargs)
