@@ -252,7 +252,8 @@ def test_a_handler_that_cancels_all_tasks_leaks_no_slot(engine: Engine, jobs: Jo
     async def working(session: AsyncSession, job: Job[Any]) -> None:
         await asyncio.sleep(0)
 
-    handlers = registry(cancelling=cancelling)
+    handlers = registry()
+    handlers.handler("cancelling", wait=SOON)(cancelling)  # one may be cancelled by another
     handlers.handler("working", wait=SOON)(working)
     for _ in range(10):
         jobs.add_many("cancelling", 2, max_attempts=100)
