@@ -197,10 +197,10 @@ def test_a_server_that_is_away_delays_no_producer_and_is_said_once(
         observer.listen(CHANNEL)
         notifier.close_all()
     private_server.stop()
+    begun = time.monotonic()
     for _ in range(100):
-        begun = time.monotonic()
         notifier.committed(away, statements, {"q"}, used=away, notified=False)
-        assert time.monotonic() - begun < 0.1
+    assert time.monotonic() - begun < 1  # for all of them: none waits for the server
     wait_until(lambda: any("failed, trying again" in message for message in caplog.messages))
     private_server.start()
     with Observer(private_server.url()) as observer:
