@@ -12,7 +12,7 @@ import sqlalchemy as sa
 import tenacity
 from sqlalchemy import URL, Engine, create_engine
 from sqlalchemy.ext.asyncio import AsyncSession
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.pool import NullPool
 
 from enlist import HandlerRegistry, Job, JobRecord, Worker
@@ -358,3 +358,59 @@ def test_a_handler_is_not_run_again_when_its_job_is_not_ours_any_more(
         wait_until(lambda: runs)
     assert runs == [1]
     assert jobs.row(job_id)["last_error"] is None
+
+
+@pytest.mark.parametrize("name", ["REPEATABLE READ", "REPEATABLE_READ"])
+def test_a_level_that_the_handler_chooses_counts_as_well(name: str, engine: Engine, jobs: Jobs) -> None:
+    handlers = HandlerRegistry()
+
+    @handlers.handler("chooses", wait=tenacity.wait_fixed(600))
+    def chooses(session: Session, job: Job[Any]) -> None:
+        session.connection(execution_options={"isolation_level": name})
+        session.add(Effect(job_id=job.id))
+        session.flush()
+        session.execute(sa.text("SELECT pg_sleep(0.9)"))  # three heartbeats
+
+    job_id = jobs.add("chooses")
+    with running(Worker(engine, handlers, lease=0.6, poll_interval=0.05)):
+        assert jobs.wait(job_id)["attempt"] == 1
+    assert len(jobs.effects(job_id)) == 1
+
+
+def test_a_commit_whose_fate_cannot_be_read_holds_its_slot_no_longer_than_the_lease(
+    engine: Engine, jobs: Jobs, database_url: URL
+) -> None:
+    """Its row stays locked, as by a COMMIT that hangs; the heartbeat, which passes it by, must not prolong that."""
+
+    class Failing(Session):
+        """Raises after its commit: whether that took effect must be looked up."""
+
+    with Observer(database_url) as locker:
+
+        def lock_and_raise(session: Session) -> None:
+            if not session.in_nested_transaction() and session.info.get("fail"):
+                locker.connection.execute("BEGIN")
+                locker.connection.execute("SELECT FROM enlist_job WHERE kind = 'hangs' FOR NO KEY UPDATE")
+                raise RuntimeError("after the commit")
+
+        sa.event.listen(Failing, "after_commit", lock_and_raise)
+        handlers = HandlerRegistry()
+
+        @handlers.handler("hangs", wait=tenacity.wait_fixed(600))
+        def hangs(session: Session, job: Job[Any]) -> None:
+            session.info["fail"] = True
+            session.add(Effect(job_id=job.id))
+
+        @handlers.handler("healthy")
+        def healthy(session: Session, job: Job[Any]) -> None:
+            session.add(Effect(job_id=job.id))
+
+        hanging = jobs.add("hangs", priority=1)
+        other = jobs.add("healthy")
+        with running(
+            Worker(sessionmaker(engine, class_=Failing), handlers, queues={"default": 1}, lease=1, poll_interval=0.05)
+        ):
+            assert jobs.wait(other, timeout=5)["status"] == "done"
+            locker.connection.execute("ROLLBACK")
+    assert jobs.row(hanging)["status"] == "done"
+    assert len(jobs.effects(hanging)) == 1

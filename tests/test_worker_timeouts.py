@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
+import gc
 import threading
 from typing import Any
 
@@ -15,6 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
 from enlist import HandlerRegistry, Job, Worker
+from enlist._slots import Run
 from tests.shop import Effect
 from tests.support import Observer, wait_until
 from tests.support.jobs import Jobs, running
@@ -194,3 +196,15 @@ def test_the_timeout_of_one_job_does_not_wait_for_that_of_another(engine: Engine
             go.set()
     finally:
         go.set()
+
+
+def test_what_has_ended_is_not_kept_for_its_timeout(engine: Engine, jobs: Jobs) -> None:
+    handlers = HandlerRegistry()
+
+    @handlers.handler("quick", timeout=3600)
+    def quick(session: Session, job: Job[Any]) -> None: ...
+
+    jobs.add_many("quick", 50)
+    with running(Worker(engine, handlers, poll_interval=0.05)):
+        jobs.wait_all()
+        wait_until(lambda: gc.collect() >= 0 and not any(isinstance(one, Run) for one in gc.get_objects()))

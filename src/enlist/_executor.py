@@ -447,14 +447,18 @@ class Executor:
         """
         end = run.lease_ends
         while (left := end - time.monotonic()) > 0:
+            if not self._fate_lookups.acquire(timeout=left):
+                break
             try:
-                with self._fate_lookups, self._database.transaction() as connection:
-                    milliseconds = max(1, int(left * 1000))
+                with self._database.transaction() as connection:
+                    milliseconds = max(1, int((end - time.monotonic()) * 1000))
                     connection.exec_driver_sql(f"SET LOCAL lock_timeout = {milliseconds}")
                     row = connection.execute(self._database.statements.fate, {"job_id": run.id}).one_or_none()
             except sa.exc.SQLAlchemyError:
                 time.sleep(min(left, 0.2))
                 continue
+            finally:
+                self._fate_lookups.release()
             if row is not None and row.status is JobStatus.DONE and row.lease_token == run.token:
                 return True
             if row is None or row.lease_token != run.token:

@@ -67,6 +67,7 @@ class Threads:
     def _run(self) -> None:
         while (function := self._work.get()) is not None:
             function()
+            del function  # with the job that it ran, payload and all, while this waits for the next
             with self._lock:
                 self._idle += 1
 
