@@ -296,7 +296,7 @@ class Executor:
             guard = self._guard(run)
             try:
                 with self._sync() as session:
-                    session.guard = guard
+                    session.guard_by(guard)
                     with _not_in_a_fork():
                         _check_returned(run, run.handler.function(session, job))
                     if run.abandoned == "timed out":  # with the row's lock in hand the fence would let it pass
@@ -324,7 +324,7 @@ class Executor:
                 try:
                     sync_session = session.sync_session
                     assert isinstance(sync_session, GuardedSession)
-                    sync_session.guard = guard
+                    sync_session.guard_by(guard)
                     await self._call(run, session, job)
                     committed = await session.run_sync(_finish)
                 finally:

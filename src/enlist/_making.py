@@ -7,7 +7,7 @@ import inspect
 import sys
 import uuid
 from collections.abc import Mapping
-from typing import Any, Final, NamedTuple, TypedDict
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypedDict, get_args
 
 from enlist._encoding import encode_data
 from enlist._options import (
@@ -18,15 +18,19 @@ from enlist._options import (
     check_integer,
     check_key,
     check_name,
+    shown,
 )
+from enlist._staged import Content, LatePayload, StagedJob, Target, UniqueKey, Values
 from enlist._uuid7 import uuid7
-from enlist._writing import Content, LatePayload, StagedJob, Target
 from enlist.exceptions import InvalidOption, PayloadError
 from enlist.handle import Batch, JobHandle
-from enlist.models import MAX_SMALLINT, PRIORITY_RANGE
+from enlist.models import MAX_SMALLINT, PRIORITY_RANGE, UniqueUntil
 from enlist.payload import JobPayload, PayloadOptions, encode, options_of
 
-__all__ = ["ABSENT", "EnqueueOptions", "JobMaker"]
+__all__ = ["ABSENT", "EnqueueOptions", "JobMaker", "OnConflict", "Until"]
+
+Until: TypeAlias = Literal["started", "finished", "pruned"]
+OnConflict: TypeAlias = Literal["ignore", "replace"]
 
 ABSENT: Final[Any] = object()
 """An argument that was not given, where None may be meant."""
@@ -45,9 +49,13 @@ class EnqueueOptions(TypedDict, total=False):
     run_at: dt.datetime | None
     delay: Duration | None
     unique_key: str | None
+    unique_until: Until | None
+    unique_for: Duration | None
+    on_conflict: OnConflict | None
     concurrency_key: str | None
     concurrency_limit: int | None
     max_attempts: int | None
+    values: Mapping[str, Any] | None
     meta: dict[str, Any] | None
 
 
@@ -91,9 +99,13 @@ class JobMaker:
         run_at: dt.datetime | None = None,
         delay: Duration | None = None,
         unique_key: str | None = None,
+        unique_until: Until | None = None,
+        unique_for: Duration | None = None,
+        on_conflict: OnConflict | None = None,
         concurrency_key: str | None = None,
         concurrency_limit: int | None = None,
         max_attempts: int | None = None,
+        values: Mapping[str, Any] | None = None,
         meta: dict[str, Any] | None = None,
     ) -> StagedJob:
         """Make a job of the arguments of ``enqueue``, and check everything that can be checked now."""
@@ -108,8 +120,9 @@ class JobMaker:
             if delay is not None:
                 raise InvalidOption(f"run_at ({run_at}) and delay ({delay!r}) are given: leave one out")
         wait = None if delay is None else as_timedelta("delay", delay)
-        if unique_key is not None:
-            check_key("unique_key", unique_key)
+        unique = None
+        if not (unique_key is None and unique_until is None and unique_for is None and on_conflict is None):
+            unique = _unique(unique_key, unique_until, unique_for, on_conflict)
         if concurrency_key is not None:
             check_key("concurrency_key", concurrency_key)
             concurrency_limit = (
@@ -123,14 +136,33 @@ class JobMaker:
             uuid7(),
             self._target,
             self._content(payload, data, of, _Overrides(queue, priority, max_attempts)),
-            unique_key,
+            unique,
             concurrency_key,
             concurrency_limit,
             run_at,
             wait,
             "{}" if meta is None else encode_data(meta, self._max_bytes, "meta"),
+            self._values(values) if values or self._target.required else None,
             _NOT_STAGED,
         )
+
+    def _values(self, values: Mapping[str, Any] | None) -> Values:
+        target = self._target
+        name = target.mapper.class_.__name__
+        if not isinstance(values, Mapping | None):
+            raise InvalidOption(f"values must be a dict of {name}'s own columns, not {shown(values)}")
+        given = dict(values or {})
+        if unknown := given.keys() - target.columns.keys():
+            own = ", ".join(target.columns) or "none"
+            raise InvalidOption(
+                f"values has {min(unknown, key=repr)!r}, which is no column of {name}'s own: those are {own}; enlist's"
+                " columns are set by the options of enqueue"
+            )
+        if missing := target.required - given.keys():
+            raise InvalidOption(
+                f"{name}.{min(missing)} can be neither NULL nor defaulted: give it, values={{{min(missing)!r}: ...}}"
+            )
+        return Values(given, _calling_line() if any(map(callable, given.values())) else "")
 
     def _content(self, payload: Any, data: Any, of: Any, overrides: _Overrides) -> Content | LatePayload:
         if data is ABSENT:
@@ -170,6 +202,24 @@ class JobMaker:
             options.max_attempts if max_attempts is None else max_attempts,
             text,
         )
+
+
+def _unique(
+    key: str | None, until: Until | None, hold: Duration | None, on_conflict: OnConflict | None
+) -> UniqueKey | None:
+    if until is not None and until not in get_args(Until):
+        raise InvalidOption(f"unique_until must be one of {', '.join(get_args(Until))}, not {shown(until)}")
+    if on_conflict is not None and on_conflict not in get_args(OnConflict):
+        raise InvalidOption(f"on_conflict must be one of {', '.join(get_args(OnConflict))}, not {shown(on_conflict)}")
+    held = None if hold is None else as_timedelta("unique_for", hold)
+    replace = on_conflict == "replace"
+    if key is None:
+        for name, value in (("unique_until", until), ("unique_for", hold), ("on_conflict", replace or None)):
+            if value is not None:
+                raise InvalidOption(f"{name} is given without a unique_key: give both or none")
+        return None
+    default = UniqueUntil.STARTED if replace else UniqueUntil.PRUNED
+    return UniqueKey(check_key("unique_key", key), str(until or default), held, replace)
 
 
 def _is_late(value: Any) -> bool:

@@ -17,6 +17,7 @@ from sqlalchemy import event
 from sqlalchemy.orm import Session, SessionTransaction
 
 from enlist._driver import is_autocommit, is_transaction_over, sqlstate
+from enlist._staging import RUNNING, write_waiting
 from enlist.exceptions import CommitRefused, LeaseLost, SessionError, TransactionAborted
 
 if TYPE_CHECKING:
@@ -112,6 +113,11 @@ class GuardedSession(Session):
     """Base of the session classes made by :func:`guarded`; refuses by name what a handler must not do."""
 
     guard: Guard | None = None
+
+    def guard_by(self, guard: Guard) -> None:
+        """Begin to guard the session for one attempt."""
+        self.guard = guard
+        self.info[RUNNING] = guard.job_id
 
     def _check(self, verb: str) -> None:
         if self.guard is not None and not self.guard.ours:
@@ -259,6 +265,7 @@ def finish(session: GuardedSession) -> bool:
         raise
     if cast("sa.CursorResult[Any]", result).rowcount != 1:
         raise LeaseLost(guard.job_id)
+    write_waiting(session)
     guard.ours = guard.committing = True
     session.commit()
     return True

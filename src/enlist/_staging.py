@@ -25,7 +25,8 @@ from sqlalchemy.orm import Session
 
 from enlist import notifier
 from enlist._driver import is_closed, is_known_autocommit, is_transaction_failed, is_transaction_over, sqlstate
-from enlist._writing import StagedJob, Target, autocommit_error, unbound_error, write
+from enlist._staged import StagedJob, Target
+from enlist._writing import autocommit_error, unbound_error, write
 from enlist.exceptions import SessionError
 from enlist.handle import Batch, JobState
 from enlist.models import JobRecordMixin
@@ -35,13 +36,15 @@ if TYPE_CHECKING:
 
     from sqlalchemy.orm import InstanceState, SessionTransaction, UOWTransaction
 
-__all__ = ["Stage", "stage_of"]
+__all__ = ["RUNNING", "Stage", "stage_of", "write_waiting"]
 
 logger = logging.getLogger("enlist")
 
 _STAGE: Final = "enlist.stage"
 _FLUSH: Final = "enlist.flush"
 _PARTIAL: Final = "enlist.partial"
+RUNNING: Final = "enlist.running"
+"""In ``session.info``: the id of the job whose handler's session this is, until it is done."""
 
 IN_FAILED_TRANSACTION: Final = "25P02"
 
@@ -179,11 +182,30 @@ def _write(session: Session, stage: Stage) -> None:
             raise SessionError(f"late payloads enqueue ever more jobs: stopped after {MAX_ROUNDS} rounds in one flush")
         jobs, stage.jobs = stage.jobs, []
         batch, stage.batch = stage.batch, Batch()
-        stage.batches.setdefault(_boundary(session), []).append(batch)
-        write(session, jobs, batch)
+        written = stage.batches.setdefault(_boundary(session), [])
+        written.append(batch)
+        own = write(session, jobs, batch, session.info.get(RUNNING))
         batch.state = JobState.INSERTED
+        if own:
+            # Their key is held by the very job whose handler has enqueued them.
+            waiting = Batch(waiting=own)
+            for job in own:
+                job.handle.move_to(waiting)
+            written.append(waiting)
     stage.writing = False
     stage.home = None
+
+
+def write_waiting(session: Session) -> None:
+    """Write the jobs that waited for their handler's job to be done, in its transaction. To be called then."""
+    session.info.pop(RUNNING, None)
+    stage: Stage | None = session.info.get(_STAGE)
+    if stage is None:
+        return
+    for batch in [batch for batches in stage.batches.values() for batch in batches if batch.waiting]:
+        jobs, batch.waiting = batch.waiting, []
+        write(session, jobs, batch)
+        batch.state = JobState.INSERTED
 
 
 def _pending_to_transient(session: Session, instance: object) -> None:

@@ -92,8 +92,12 @@ class Statements:
     def __init__(self, table: sa.Table) -> None:
         self.table = table
         self.channel = channel_of(table)
-        self.insert = self._insert()
+        self.insert = self._unless_held(self._insert())
+        self.insert_replacing = self._replacing(self._insert())
+        self.insert_rows = self._unless_held(self._insert_rows())
+        self.insert_rows_replacing = self._replacing(self._insert_rows())
         self.holders = self._holders()
+        self.release = self._release()
         self.claim = self._claim()
         self.lock_keys = self._lock_keys()
         self.claim_keyed = self._claim_keyed()
@@ -111,7 +115,7 @@ class Statements:
 
     # -- producer ----------------------------------------------------------------------------------------------
 
-    def _insert(self) -> sa.Executable:
+    def _insert(self) -> Any:
         """Insert jobs; return the ids of those that were. Arrays, aligned: see the columns below.
 
         ``delays`` counts from the server's clock at the flush, and serves where ``run_ats`` has None. The caller
@@ -127,43 +131,119 @@ class Statements:
             priority=("priorities", sa.SmallInteger),
             payload=("payloads", sa.Text),
             unique_key=("unique_keys", sa.Text),
+            unique_until=("untils", sa.Text),
+            hold=("holds", INTERVAL),
             concurrency_key=("concurrency_keys", sa.Text),
             concurrency_limit=("concurrency_limits", sa.SmallInteger),
             run_at=("run_ats", sa.DateTime(timezone=True)),
             delay=("delays", INTERVAL),
             meta=("metas", sa.Text),
         )
-        jsonb = self.table.c.payload.type
-        values = {
-            "id": row.c.id,
-            "kind": row.c.kind,
-            "queue": row.c.queue,
-            "max_attempts": row.c.max_attempts,
-            "priority": row.c.priority,
-            "payload": sa.cast(row.c.payload, jsonb),
-            "unique_key": row.c.unique_key,
-            "unique_held": row.c.unique_key.is_not(None),
-            "concurrency_key": row.c.concurrency_key,
-            "concurrency_limit": row.c.concurrency_limit,
-            "run_at": sa.func.coalesce(row.c.run_at, _NOW + row.c.delay, _NOW),
-            "meta": sa.cast(row.c.meta, jsonb),
-        }
-        return (
-            insert(self.table)
-            .from_select(list(values), sa.select(*values.values()), include_defaults=False)
-            .on_conflict_do_nothing(
-                index_elements=[self.table.c.kind, self.table.c.unique_key],
-                index_where=sa.text("unique_held"),
-            )
-            .returning(self.table.c.id)
+        names = "id kind queue max_attempts priority unique_key unique_until concurrency_key concurrency_limit"
+        values = {name: row.c[name] for name in names.split()}
+        values["unique_held"] = row.c.unique_key.is_not(None)
+        values |= self._derived(row.c.payload, row.c.meta, row.c.run_at, row.c.delay, row.c.hold)
+        return insert(self.table).from_select(list(values), sa.select(*values.values()), include_defaults=False)
+
+    def _insert_rows(self) -> Any:
+        """The same from one parameter set a job, for tables with columns of the application's own.
+
+        Their types may be any: an array in an array would be flattened by ``unnest``, and some types wrap their
+        parameters in SQL. SQLAlchemy puts the sets into one statement, with the defaults that Python makes.
+        """
+        derived = self._derived(
+            sa.bindparam("payload_text", type_=sa.Text),
+            sa.bindparam("meta_text", type_=sa.Text),
+            sa.bindparam("at", type_=sa.DateTime(timezone=True)),
+            sa.bindparam("delay", type_=INTERVAL),
+            sa.bindparam("hold", type_=INTERVAL),
         )
+        return insert(self.table).values(derived)
+
+    def _derived(self, payload: Any, meta: Any, run_at: Any, delay: Any, hold: Any) -> dict[str, Any]:
+        jsonb = self.table.c.payload.type
+        return {
+            "payload": sa.cast(payload, jsonb),
+            "meta": sa.cast(meta, jsonb),
+            "run_at": sa.func.coalesce(run_at, _NOW + delay, _NOW),
+            "unique_hold_until": _NOW + hold,
+        }
+
+    def _unless_held(self, statement: Any) -> sa.Executable:
+        """Leave out the jobs whose unique key is held."""
+        return statement.on_conflict_do_nothing(  # type: ignore[no-any-return]
+            index_elements=[self.table.c.kind, self.table.c.unique_key],
+            index_where=sa.text("unique_held"),
+        ).returning(self.table.c.id)
+
+    def _replacing(self, statement: Any) -> sa.Executable:
+        """Give payload and run_at to the job that holds the unique key, if it is queued.
+
+        Returns the rows made and those replaced. A holder in another status is locked all the same: the caller then
+        takes its key, see :attr:`release`. No two jobs of one statement may have the same key.
+        """
+        c = self.table.c
+        return statement.on_conflict_do_update(  # type: ignore[no-any-return]
+            index_elements=[c.kind, c.unique_key],
+            index_where=sa.text("unique_held"),
+            set_={"payload": statement.excluded.payload, "run_at": statement.excluded.run_at},
+            where=c.status == sa.literal_column("'queued'"),
+        ).returning(c.id, c.kind, c.unique_key, c.queue)
+
+    def _lapsed(self, c: Any) -> Any:
+        """Whether a job still holds its key for ``unique_for`` alone, and that is over.
+
+        Where nothing else releases it: a worker released the keys that were free to go when it took or ended the
+        job. Attempts tell that a queued job was started before.
+        """
+        started = sa.and_(
+            c.unique_until == sa.literal_column("'started'"),
+            sa.or_(c.status == sa.literal_column("'running'"), c.attempt > sa.literal_column("0")),
+        )
+        done = sa.and_(
+            c.unique_until.in_([sa.literal_column("'started'"), sa.literal_column("'finished'")]),
+            c.status == sa.literal_column("'done'"),
+        )
+        return sa.and_(c.unique_hold_until <= _NOW, sa.or_(started, done))
 
     def _holders(self) -> sa.Executable:
-        """Find the jobs that hold unique keys: ``kinds`` and ``keys``, aligned; rows (kind, unique_key, id)."""
+        """Find the jobs that hold unique keys: ``kinds`` and ``keys``, aligned."""
         job = self.table.alias("job")
         wanted = _rows("wanted", kind=("kinds", sa.Text), key=("keys", sa.Text))
         held = sa.and_(job.c.kind == wanted.c.kind, job.c.unique_key == wanted.c.key, job.c.unique_held)
-        return sa.select(job.c.kind, job.c.unique_key, job.c.id).select_from(wanted.join(job, held))
+        lapsed = sa.func.coalesce(self._lapsed(job.c), sa.false()).label("lapsed")
+        columns = [job.c.kind, job.c.unique_key, job.c.id, job.c.status, lapsed]
+        return sa.select(*columns).select_from(wanted.join(job, held))
+
+    def _release(self) -> sa.Executable:
+        """Take unique keys from the jobs that hold them: ``kinds``, ``keys`` and ``started``, aligned.
+
+        With ``started`` from a job that is running or done, else only where ``unique_for`` is over. Looked at again
+        under the row's lock: meanwhile it may be queued for a retry. Waits for a worker that ends the job just now.
+        """
+        c = self.table.c
+        job = self.table.alias("job")
+        wanted = _rows("wanted", kind=("kinds", sa.Text), key=("keys", sa.Text), started=("started", sa.Boolean))
+        begun = sa.or_(*(job.c.status == sa.literal_column(f"'{status}'") for status in ("running", "done")))
+        held = sa.and_(job.c.kind == wanted.c.kind, job.c.unique_key == wanted.c.key, job.c.unique_held)
+        holders = (
+            sa.select(job.c.id)
+            .select_from(wanted.join(job, held))
+            .where(sa.or_(sa.and_(wanted.c.started, begun), self._lapsed(job.c)))
+            .order_by(job.c.id)
+            .with_for_update(key_share=True, of=job)
+            .cte("holders")
+            .prefix_with("MATERIALIZED")
+        )
+        return sa.update(self.table).where(c.id == _among(sa.select(holders.c.id))).values(unique_held=False)
+
+    def _held_after(self, *released_at: str) -> Any:
+        """Whether a job goes on holding its unique key, when keys that are held until then are released."""
+        c = self.table.c
+        until = sa.func.coalesce(c.unique_until, sa.literal_column("''"))
+        stays = [until != sa.literal_column(f"'{name}'") for name in released_at]
+        to_hold = sa.func.coalesce(c.unique_hold_until > _NOW, sa.false())
+        return sa.and_(c.unique_held, sa.or_(sa.and_(*stays), to_hold))
 
     # -- claim -------------------------------------------------------------------------------------------------
 
@@ -203,6 +283,7 @@ class Statements:
                 locked_by=sa.bindparam("worker", type_=sa.Text),
                 locked_until=_NOW + sa.bindparam("lease", type_=INTERVAL),
                 started_at=sa.case((_careful(self.table), sa.null()), else_=_NOW),
+                unique_held=self._held_after("started"),
                 **extra,
             )
         )
@@ -529,7 +610,13 @@ class Statements:
 
     def _done(self) -> dict[str, Any]:
         # The token stays: a worker whose COMMIT went unanswered knows its own work by it.
-        return {"status": "done", "finished_at": _NOW, "locked_until": None, "concurrency_slot": None}
+        return {
+            "status": "done",
+            "finished_at": _NOW,
+            "locked_until": None,
+            "concurrency_slot": None,
+            "unique_held": self._held_after("started", "finished"),
+        }
 
     def finish(self, generation: int) -> sa.Update:
         """Set one job done in its handler's transaction: ``job_id``, ``token``; one row, or it is no longer ours.

@@ -23,7 +23,8 @@ class JobState(enum.StrEnum):
     COMMITTED = "committed"
     """The session has committed it. In a session joined into an outer transaction the outer one decides."""
     DUPLICATE = "duplicate"
-    """No row was made: another job holds the unique key. Its id is :attr:`JobHandle.existing_id`."""
+    """No row was made: another job holds the unique key. Its id is :attr:`JobHandle.existing_id`, and
+    :attr:`JobHandle.replaced` says whether it has got this call's payload."""
     DISCARDED = "discarded"
     """Rolled back, with its savepoint or its transaction, or the session was closed."""
     UNKNOWN = "unknown"
@@ -47,17 +48,20 @@ class Batch:
 
     state: JobState = JobState.STAGED
     writes: list[Write] = field(default_factory=list)
+    waiting: list[Any] = field(default_factory=list)
+    """Staged jobs that are written when the job is done whose handler has enqueued them: it holds their key."""
 
     def end(self, state: JobState) -> None:
         """Enter a final state; what handles keep alive from then on is this state alone."""
         self.state = state
         self.writes = []
+        self.waiting = []
 
 
 class JobHandle:
     """A job as its producer knows it. Readable at any time, after commit and close too, with no SQL."""
 
-    __slots__ = ("__weakref__", "_batch", "_existing_id", "id")
+    __slots__ = ("__weakref__", "_batch", "_existing_id", "_replaced", "id")
 
     id: uuid.UUID
     """The job's id (UUIDv7), final at once. With ``DUPLICATE`` there is no such row."""
@@ -66,10 +70,16 @@ class JobHandle:
         self.id = job_id
         self._batch = batch
         self._existing_id: uuid.UUID | None = None
+        self._replaced = False
 
-    def refused_by(self, holder: uuid.UUID) -> None:
-        """Note the job that holds the unique key. For the flush alone."""
+    def move_to(self, batch: Batch) -> None:
+        """Share the fate of another batch. For the flush alone."""
+        self._batch = batch
+
+    def refused_by(self, holder: uuid.UUID, *, replaced: bool = False) -> None:
+        """Note the job that holds the unique key, and whether it has got the payload. For the flush alone."""
         self._existing_id = holder
+        self._replaced = replaced
 
     @property
     def state(self) -> JobState:
@@ -86,6 +96,17 @@ class JobHandle:
         if state in {JobState.STAGED, JobState.UNKNOWN}:
             return None
         return state is not JobState.DISCARDED and self._existing_id is None
+
+    @property
+    def replaced(self) -> bool | None:
+        """Whether payload and run_at of this call went to the queued job :attr:`existing_id` (and are there still).
+
+        By ``on_conflict="replace"``. None until flushed, and when it is unknown.
+        """
+        state = self._batch.state
+        if state in {JobState.STAGED, JobState.UNKNOWN}:
+            return None
+        return state is not JobState.DISCARDED and self._replaced
 
     @property
     def existing_id(self) -> uuid.UUID | None:

@@ -61,6 +61,17 @@ class JobStatus(enum.StrEnum):
         raise InvalidOption(f"unknown job status {value!r}: it is one of {known}")
 
 
+class UniqueUntil(enum.StrEnum):
+    """How long a job holds its unique key; dead and cancelled jobs always release it."""
+
+    STARTED = "started"
+    """Until a worker takes it: at most one waits, while others run."""
+    FINISHED = "finished"
+    """While it is queued or running."""
+    PRUNED = "pruned"
+    """While it is queued, running or done: until its row is deleted."""
+
+
 class JobStatusType(sa.types.TypeDecorator[JobStatus]):
     """Text in the database, :class:`JobStatus` in Python; an unknown value is refused before it is sent."""
 
@@ -120,6 +131,10 @@ class JobRecordMixin:
     # The latest errors, oldest first, at most 10: [{"attempt": 1, "at": "...", "error": "..."}].
     errors: Mapped[list[dict[str, Any]]] = mapped_column(JSONB, server_default="[]", sort_order=-78)
     meta: Mapped[dict[str, Any]] = mapped_column(JSONB, server_default="{}", sort_order=-77)
+    # When the key is released, a UniqueUntil; NULL means "pruned".
+    unique_until: Mapped[str | None] = mapped_column(sa.Text, sort_order=-76)
+    # Before this it is not, unless the job is dead or cancelled.
+    unique_hold_until: Mapped[dt.datetime | None] = mapped_column(_TIMESTAMP, sort_order=-75)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.id} {self.kind} {self.status}>"
@@ -142,12 +157,13 @@ def add_constraints_and_indexes(table: sa.Table) -> None:
     """Checks and indexes of the job table, named after it."""
     c = table.c
     final = sa.sql.elements.conv  # a naming convention of the application's metadata must not rename these
-    statuses = ", ".join(f"'{status}'" for status in JobStatus)
+    statuses, untils = (", ".join(f"'{member}'" for member in members) for members in (JobStatus, UniqueUntil))
     for name, condition in {
         "status": f"status IN ({statuses})",
         "attempt": "attempt >= 0 AND max_attempts >= 1 AND lost >= 0",
         "lease": "(status = 'running') = (locked_until IS NOT NULL)",
         "unique": "NOT unique_held OR unique_key IS NOT NULL",
+        "until": f"unique_until IN ({untils})",
         "limit": "concurrency_limit >= 1 AND (concurrency_key IS NULL) = (concurrency_limit IS NULL)",
         # With the unique index on the slot: never more than `concurrency_limit` jobs of a key run.
         "slot": (

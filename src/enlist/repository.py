@@ -13,11 +13,10 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
 from sqlalchemy.orm import Mapper, Session, scoped_session
 
 from enlist._encoding import DEFAULT_MAX_BYTES
-from enlist._making import ABSENT, EnqueueOptions, JobMaker
+from enlist._making import ABSENT, EnqueueOptions, JobMaker, OnConflict, Until
 from enlist._options import MAX_INTEGER, Duration, check_integer
+from enlist._staged import Notify, StagedJob, Target
 from enlist._staging import stage_of
-from enlist._statements import statements_for
-from enlist._writing import Notify, StagedJob, Target
 from enlist.exceptions import ConfigurationError, EnlistError, InvalidOption, SessionError
 from enlist.handle import JobHandle
 from enlist.models import JobRecord, JobRecordMixin
@@ -65,9 +64,7 @@ class JobRepository:
         self.record = record
         max_bytes = check_integer("max_payload_bytes", max_payload_bytes, 1, MAX_INTEGER)
         mapper = _mapper_of(record)
-        table = mapper.local_table
-        assert isinstance(table, sa.Table)
-        self._target = Target(mapper, statements_for(table), notify)
+        self._target = Target.of(mapper, notify)
         self._maker = JobMaker(self._target, max_bytes)
 
     @overload
@@ -119,9 +116,13 @@ class JobRepository:
         run_at: dt.datetime | None = None,
         delay: Duration | None = None,
         unique_key: str | None = None,
+        unique_until: Until | None = None,
+        unique_for: Duration | None = None,
+        on_conflict: OnConflict | None = None,
         concurrency_key: str | None = None,
         concurrency_limit: int | None = None,
         max_attempts: int | None = None,
+        values: Mapping[str, Any] | None = None,
         meta: dict[str, Any] | None = None,
     ) -> JobHandle:
         """Stage a job in the session's unit of work: it commits with the session's rows, or is gone with them.
@@ -144,9 +145,19 @@ class JobRepository:
         :param delay: the same as seconds or a timedelta, from the server's time at the flush.
         :param unique_key: while a job of this kind holds the key, no other is made; at most 2,000 bytes. A flush that
             meets a key of another transaction, not committed yet, waits for its end (see ``lock_timeout``).
+        :param unique_until: when the job gives up the key: ``"started"``, when a worker takes it (one waits while
+            another runs); ``"finished"``; or ``"pruned"``, the default: a done job holds it until its row is deleted.
+            Dead and cancelled jobs never hold it, and a key that was given up is not taken again by a retry.
+        :param unique_for: seconds or a timedelta that the key is held at least, from the flush on; default none.
+        :param on_conflict: ``"ignore"``, the default: no job is made while another holds the key. ``"replace"``: if
+            that one is queued, it gets this call's payload and run_at; if it runs or is done, it loses the key and a
+            new job is made (and ``unique_until`` is ``"started"`` by default).
         :param concurrency_key: of the jobs with this key at most ``concurrency_limit`` run at a time.
         :param concurrency_limit: 1 to 32767; default 1.
         :param max_attempts: how often the job is tried before it is dead, at least 1; default 20.
+        :param values: values of the columns that the application's own job class has, by the names of its
+            attributes; a function is called by the flush, when new rows have their keys:
+            ``{"order_id": lambda: order.id}``.
         :param meta: a dict of JSON's types for the application's own use; the handler reads it as ``job.meta``.
         :raises PayloadError: the payload cannot be stored, or not read back equal. For a late payload the flush raises
             it, and fails.
@@ -164,9 +175,13 @@ class JobRepository:
             run_at=run_at,
             delay=delay,
             unique_key=unique_key,
+            unique_until=unique_until,
+            unique_for=unique_for,
+            on_conflict=on_conflict,
             concurrency_key=concurrency_key,
             concurrency_limit=concurrency_limit,
             max_attempts=max_attempts,
+            values=values,
             meta=meta,
         )
         stage = stage_of(sync, self._target)
