@@ -460,13 +460,42 @@ def test_autocommit_is_refused_at_the_call(engine: Engine, database_url: URL, ob
 
 
 def test_autocommit_that_only_the_driver_knows_fails_the_flush(database_url: URL, observer: Observer) -> None:
+    """Before a row of the domain is sent, which would be committed by itself, without its job."""
     engine = sa.create_engine(database_url, connect_args={"autocommit": True})
     with Session(engine) as session:
-        repo.enqueue(session, Note())
-        with pytest.raises(SessionError, match="AUTOCOMMIT"):
-            session.commit()
+        session.add(Order(ref="a"))
+        handle = repo.enqueue(session, Note())
+        for _ in range(2):  # an error that is swallowed comes again
+            with pytest.raises(SessionError, match="AUTOCOMMIT"):
+                session.commit()
+        assert handle.state is JobState.STAGED
+        session.rollback()
+        assert state_of(handle) is JobState.DISCARDED
+        session.add(Order(ref="b"))  # without jobs the session is as it was
+        session.commit()
     engine.dispose()
     assert texts(observer) == []
+    assert observer.rows("SELECT ref FROM shop_order") == [("b",)]
+
+
+def test_a_transaction_that_is_one_takes_jobs_whatever_its_engine_says(database_url: URL, observer: Observer) -> None:
+    engine = sa.create_engine(database_url, isolation_level="AUTOCOMMIT")
+    with Session(engine) as session:
+        session.connection(execution_options={"isolation_level": "READ COMMITTED"})
+        repo.enqueue(session, Note(text="a"))
+        session.rollback()
+        session.connection(execution_options={"isolation_level": "READ COMMITTED"})
+        repo.enqueue(session, Note(text="b"))
+        session.commit()
+    engine.dispose()
+    assert texts(observer) == ["b"]
+
+
+def test_a_transaction_that_commits_by_itself_takes_none_whatever_its_engine_says(engine: Engine) -> None:
+    with Session(engine) as session:
+        session.connection(execution_options={"isolation_level": "AUTOCOMMIT"})
+        with pytest.raises(SessionError, match="AUTOCOMMIT"):
+            repo.enqueue(session, Note())
 
 
 def test_a_routing_session_writes_jobs_where_it_writes_rows(

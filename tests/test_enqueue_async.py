@@ -109,9 +109,8 @@ async def test_autocommit_is_refused(any_async_engine: AsyncEngine, observer: Ob
             repo.enqueue(session, Note())
     async with AsyncSession(any_async_engine) as session:
         _ = await session.connection(execution_options={"isolation_level": "AUTOCOMMIT"})
-        repo.enqueue(session, Note())
         with pytest.raises(SessionError, match="AUTOCOMMIT"):
-            await session.commit()
+            repo.enqueue(session, Note())
     assert texts(observer) == []
 
 

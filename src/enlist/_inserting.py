@@ -194,8 +194,9 @@ def _undecided(
         connection.execute(target.statements.release, parameters | {"started": list(release.values())})
     if done:
         logger.info(
-            "%s of kind %r not made: a done job holds the unique key, until it is pruned or for unique_for; such as %s",
-            "1 job was" if len(done) == 1 else f"{len(done)} jobs were",
+            "%d of a flush's jobs not made: a done job holds the unique key, until it is pruned or for its unique_for;"
+            " such as one of kind %r, whose key job %s holds",
+            len(done),
             done[0].content.kind,
             done[0].job.handle.existing_id,
         )

@@ -12,7 +12,7 @@ from sqlalchemy import event
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import DeclarativeBase, Mapped, Mapper, mapped_column
 
-from enlist.exceptions import InvalidOption
+from enlist.exceptions import ConfigurationError, InvalidOption
 
 __all__ = ["JobRecord", "JobRecordMixin", "JobStatus"]
 
@@ -151,6 +151,23 @@ def _complete_table(mapper: Mapper[Any], _class: type[JobRecordMixin]) -> None:
         parameters = ", ".join(f"{name} = {value}" for name, value in STORAGE_PARAMETERS.items())
         statement = f"ALTER TABLE %(fullname)s SET ({parameters})"
         event.listen(table, "after_create", sa.DDL(statement))  # type: ignore[no-untyped-call]
+
+
+@event.listens_for(Mapper, "mapper_configured")
+def _refuse_writing_relationships(mapper: Mapper[Any], _class: type) -> None:
+    """Refuse a relationship to or from a job class that could write.
+
+    A job is written after the flush of the domain rows, by a statement of its own: what the unit of work would set on
+    either side would be NULL, in silence.
+    """
+    for relationship in mapper.relationships:
+        jobs = [end for end in (mapper, relationship.mapper) if issubclass(end.class_, JobRecordMixin)]
+        if jobs and not relationship.viewonly:
+            raise ConfigurationError(
+                f"the relationship {mapper.class_.__name__}.{relationship.key} could write, and a job is not written by"
+                " the unit of work as other objects are: make it viewonly=True, give a job's foreign key by the values="
+                " of enqueue, and store handle.id where a row of the domain refers to its job"
+            )
 
 
 def add_constraints_and_indexes(table: sa.Table) -> None:
