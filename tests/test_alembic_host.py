@@ -9,7 +9,7 @@ from alembic import command
 from alembic.config import Config
 from sqlalchemy import URL
 
-from enlist.migrations import current_step, verify_schema
+from enlist.migrations import LATEST_STEP, current_step, verify_schema
 
 INI = Path(__file__).parents[1] / "alembic" / "alembic.ini"
 
@@ -22,5 +22,5 @@ def test_upgrading_an_empty_database_makes_a_schema_that_a_worker_accepts(empty_
         command.upgrade(config, "head")
     with engine.connect() as connection:
         verify_schema(connection)
-        assert current_step(connection) == 1
-        assert connection.scalar(sa.text("SELECT version_num FROM alembic_version")) == "0001"
+        assert current_step(connection) == LATEST_STEP
+        assert connection.scalar(sa.text("SELECT version_num FROM alembic_version")) == "0002"

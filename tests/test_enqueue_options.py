@@ -199,3 +199,45 @@ def test_a_repository_is_checked_when_it_is_made() -> None:
         make(notify="never")
     with pytest.raises(InvalidOption, match="max_payload_bytes"):
         make(max_payload_bytes=0)
+
+
+class Timestamp(dt.datetime):
+    """As that of a dataframe: it has more digits than a datetime, and writes them."""
+
+    def isoformat(self, *arguments: Any, **options: Any) -> str:
+        text = super().isoformat(*arguments, **options)
+        return f"{text[:26]}789{text[26:]}"
+
+    def __str__(self) -> str:
+        return self.isoformat(" ")
+
+
+class Timedelta(dt.timedelta):
+    def total_seconds(self) -> float:
+        return super().total_seconds() + 1
+
+
+def test_a_subclass_of_datetime_is_taken_for_the_datetime_that_it_is(engine: Engine, observer: Observer) -> None:
+    with Session(engine) as session:
+        repo.enqueue(session, Note(), run_at=Timestamp(2030, 1, 2, 3, 4, 5, 6, tzinfo=dt.UTC))
+        repo.enqueue(session, Note(), delay=Timedelta(seconds=60))
+        session.commit()
+    (at, delay) = observer.rows(
+        "SELECT (run_at AT TIME ZONE 'UTC')::text, run_at - created_at FROM enlist_job ORDER BY id"
+    )
+    assert at[0] == "2030-01-02 03:04:05.000006"
+    assert delay[1] == dt.timedelta(seconds=60)
+
+
+def test_times_are_read_back_in_utc(database_url: URL) -> None:
+    """Also in the hour that comes twice: Python finds none of its times equal to one of another zone."""
+    engine = sa.create_engine(database_url, connect_args={"options": "-c timezone=America/New_York"})
+    at = dt.datetime(2026, 11, 1, 5, 30, tzinfo=dt.UTC)
+    with Session(engine) as session:
+        handle = repo.enqueue(session, Note(), run_at=at)
+        session.commit()
+        record = repo.get(session, handle.id)
+        assert record is not None
+        assert record.run_at == at
+        assert record.created_at.tzinfo is dt.UTC
+    engine.dispose()

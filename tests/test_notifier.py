@@ -48,6 +48,17 @@ def test_a_commit_notifies_each_of_its_queues_once(engine: Engine, observer: Obs
     assert observer.notified(timeout=0.2) == []
 
 
+def test_the_flushes_of_a_transaction_notify_once(engine: Engine, observer: Observer) -> None:
+    observer.listen(CHANNEL)
+    with Session(engine) as session:
+        for _ in range(3):
+            repo.enqueue(session, Note(), queue="a")
+            session.flush()
+        session.commit()
+    notifier.close_all()
+    assert observer.notified(timeout=0.2) == ["a"]
+
+
 def test_nothing_is_sent_for_duplicates_and_rollbacks(engine: Engine, observer: Observer) -> None:
     with Session(engine) as session:
         repo.enqueue(session, Note(), unique_key="k")

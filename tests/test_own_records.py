@@ -220,13 +220,13 @@ def test_a_queued_twin_is_replaced_by_jobs_with_values(tables: Engine) -> None:
     assert (one(tables).payload, one(tables).cents) == ({"text": "b"}, 1)
 
 
-def test_a_table_without_defaults_in_python_is_filled_by_arrays(tables: Engine, statements: StatementRecorder) -> None:
+def test_a_table_without_defaults_in_python_takes_one_parameter(tables: Engine, statements: StatementRecorder) -> None:
     plain = JobRepository(record=PlainJob)
     with Session(tables) as session:
         plain.enqueue_many(session, [Note()] * 3)
         session.commit()
     (insert,) = statements.matching("INSERT INTO")
-    assert "unnest" in insert
+    assert "jsonb_to_recordset" in insert
     with Session(tables) as session:
         plain.enqueue(session, Note(), values={"remark": "x"})
         session.commit()

@@ -493,3 +493,21 @@ def test_a_validator_that_fails_in_its_own_way_is_a_payload_error() -> None:
         encode(payload)
     with pytest.raises(PayloadError, match="does not fit Bound: reading it raised TypeError"):
         decode(Bound, {"value": 1})
+
+
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [
+        ({"a": [object()]}, r"payload\.value\.a\[0\]"),
+        (memoryview(b"x"), r"payload\.value"),
+        ([1, {"k": {2: len}}], r"payload\.value\[1\]\.k\.2"),
+        (zoneinfo.ZoneInfo("UTC"), r"payload\.value"),
+        (["text", b"text", [b"\xff"]], r"payload\.value\[2\]\[0\]"),
+    ],
+)
+def test_a_value_that_nothing_can_write_is_named_by_its_path(value: Any, path: str) -> None:
+    class Free(JobPayload, kind="free"):
+        value: Any
+
+    with pytest.raises(PayloadError, match=rf"^{path} cannot be written as JSON"):
+        encode(Free(value=value))

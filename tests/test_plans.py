@@ -47,6 +47,11 @@ HOT: dict[str, tuple[Any, dict[str, Any]]] = {
     "states": (STATEMENTS.states, {"ids": IDS}),
     "fate": (STATEMENTS.fate, {"job_id": IDS[0]}),
     "disown": (STATEMENTS.disown, {"worker": "w", "ids": IDS}),
+    "cancel": (STATEMENTS.cancel.run, {"ids": IDS}),
+    "retry": (STATEMENTS.retry.run, {"ids": IDS}),
+    "reschedule": (STATEMENTS.reschedule.run, {"ids": IDS, "run_at": None, "delay": LEASE}),
+    "release_lapsed": (STATEMENTS.release_lapsed, {"ids": IDS}),
+    "present": (STATEMENTS.present, {"ids": IDS}),
     "holders": (STATEMENTS.holders, {"kinds": ["a", "a"], "keys": ["1", "2"]}),
 }
 

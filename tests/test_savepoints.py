@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 from enlist import JobRecord, JobRepository, JobState, SessionError, notifier
 from enlist._statements import statements_for
 from tests.jobs import Note, state_of, texts
-from tests.shop import Order, Receipt
+from tests.shop import Order
 from tests.support import Observer
 
 repo = JobRepository()
@@ -266,22 +266,3 @@ def test_a_transaction_that_is_ended_behind_the_session_leaves_the_outcome_unkno
             session.commit()
         session.rollback()
         assert state_of(handle) is JobState.UNKNOWN
-
-
-# SQLAlchemy commits them in no particular order, and warns when it rolls back one that it has committed.
-@pytest.mark.filterwarnings("ignore:transaction already deassociated")
-def test_a_commit_that_fails_on_one_of_several_connections_leaves_the_outcome_unknown(
-    engine: Engine, database_url: URL, observer: Observer
-) -> None:
-    observer.execute(
-        "ALTER TABLE shop_receipt ALTER CONSTRAINT shop_receipt_order_id_fkey DEFERRABLE INITIALLY DEFERRED"
-    )
-    other = sa.create_engine(database_url)
-    with Session(binds={JobRecord: engine, Receipt: other}) as session:
-        handle = repo.enqueue(session, Note())
-        session.add(Receipt(order_id=0))
-        with pytest.raises(IntegrityError):
-            session.commit()
-        session.rollback()
-        assert state_of(handle) is JobState.UNKNOWN
-    other.dispose()

@@ -357,6 +357,36 @@ def test_replacing_costs_one_statement(engine: Engine, statements: StatementReco
     assert [handle.replaced for handle in handles] == [False] * 500 + [True] * 500
 
 
+def test_a_burst_in_one_flush_is_one_statement(
+    engine: Engine, statements: StatementRecorder, observer: Observer
+) -> None:
+    with Session(engine) as session, session.begin():
+        for number in range(200):
+            repo.enqueue(session, Note(text=str(number)), unique_key="k", on_conflict="replace")
+        session.flush()
+        assert len(statements.matching("INSERT")) == 1
+    assert texts(observer) == ["199"]
+
+
+def test_a_job_that_is_run_again_when_its_lapsed_key_is_to_be_taken_keeps_it(
+    engine: Engine, observer: Observer
+) -> None:
+    """It was done when looked at; between the look and the taking of its key somebody has it run again."""
+    first = enqueue(engine, unique_until="finished", unique_for=3600)
+    worker(engine, nothing).drain(timeout=20)
+    observer.execute("UPDATE enlist_job SET unique_hold_until = now()")
+    again: list[str] = []
+
+    @sa.event.listens_for(engine, "before_cursor_execute")
+    def run_again(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        if statement.startswith("WITH holders"):
+            observer.execute("UPDATE enlist_job SET status = 'queued', attempt = 0, finished_at = NULL")
+            again.append(statement)
+
+    assert enqueue(engine).existing_id == first.id
+    assert len(again) == 1
+
+
 def test_two_that_replace_many_keys_in_other_orders_do_not_deadlock(engine: Engine, observer: Observer) -> None:
     errors: list[BaseException] = []
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enlist._commands import Changes
+from enlist.async_repository import AsyncJobRepository
 from enlist.exceptions import (
     CommitRefused,
     ConfigurationError,
@@ -25,7 +27,9 @@ from enlist.repository import EnqueueOptions, JobRepository
 from enlist.worker import Worker
 
 __all__ = [
+    "AsyncJobRepository",
     "Cancel",
+    "Changes",
     "CommitRefused",
     "ConfigurationError",
     "EnlistError",

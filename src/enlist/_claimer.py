@@ -189,17 +189,4 @@ class Claimer:
         return list(rows)
 
     def _run(self, row: sa.Row[Any], asked: float) -> Run:
-        return Run(
-            id=row.id,
-            token=row.lease_token,
-            kind=row.kind,
-            queue=row.queue,
-            attempt=row.attempt,
-            max_attempts=row.max_attempts,
-            payload=row.payload,
-            meta=row.meta,
-            handler=self._handlers[row.kind],
-            keyed=row.concurrency_key is not None,
-            careful=row.lost > 0 or row.attempt >= row.max_attempts,
-            lease_ends=asked + self._lease.total_seconds(),
-        )
+        return Run.of(row, self._handlers[row.kind], asked + self._lease.total_seconds())

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from enlist._leases import Leases
     from enlist._slots import Run
 
-__all__ = ["Completer", "Settlement"]
+__all__ = ["Completer", "Settlement", "log_lost", "parameters_of"]
 
 logger = logging.getLogger("enlist.worker")
 
@@ -201,19 +201,21 @@ class Completer:
         return {row.id for row in rows}
 
     def _settle(self, batch: list[Settlement]) -> set[object]:
-        rows = self._database.execute(
-            self._database.statements.settle,
-            {
-                "ids": [s.run.id for s in batch],
-                "tokens": [s.run.token for s in batch],
-                "statuses": [s.status.value for s in batch],
-                "delays": [s.delay for s in batch],
-                "returned": [s.returned for s in batch],
-                "errors": [s.error for s in batch],
-                "entries": [s.entry for s in batch],
-            },
-        )
+        rows = self._database.execute(self._database.statements.settle, parameters_of(batch))
         return {row.id for row in rows}
+
+
+def parameters_of(batch: list[Settlement]) -> dict[str, list[Any]]:
+    """The parameters of the statement that writes endings."""
+    return {
+        "ids": [s.run.id for s in batch],
+        "tokens": [s.run.token for s in batch],
+        "statuses": [s.status.value for s in batch],
+        "delays": [s.delay for s in batch],
+        "returned": [s.returned for s in batch],
+        "errors": [s.error for s in batch],
+        "entries": [s.entry for s in batch],
+    }
 
 
 def log_lost(run: Run) -> None:

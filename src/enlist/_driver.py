@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "brief",
+    "constraint_name",
     "is_autocommit",
     "is_closed",
     "is_known_autocommit",
@@ -93,6 +94,16 @@ def sqlstate(error: BaseException) -> str | None:
         code = getattr(cause, "sqlstate", None)
         if isinstance(code, str):
             return code
+    return None
+
+
+def constraint_name(error: BaseException) -> str | None:
+    """Return the constraint or unique index that a database error is about; None if it is about none."""
+    for cause in _origins(error):
+        # psycopg's diag; asyncpg's error has it itself.
+        name = getattr(getattr(cause, "diag", cause), "constraint_name", None)
+        if isinstance(name, str):
+            return name
     return None
 
 

@@ -5,34 +5,28 @@ from __future__ import annotations
 import asyncio
 import datetime as dt
 import heapq
-import inspect
 import itertools
-import json
 import logging
-import os
 import random
 import threading
 import time
 import weakref
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import sqlalchemy as sa
 
-from enlist._completer import Completer, Settlement, log_lost
-from enlist._driver import brief, sqlstate, trace
+from enlist._attempt import call_async, call_plain, ending, failure, job_of, reruns, timed_out
+from enlist._completer import Completer, log_lost
+from enlist._driver import brief, trace
 from enlist._loop import Loop
-from enlist._options import as_timedelta
 from enlist._session import Guard, GuardedSession, finish
 from enlist._threads import DaemonExecutor, Threads
-from enlist.exceptions import HandlerError, HandlerTimeout, LeaseLost, PayloadError
-from enlist.job import Cancel, Job, Retry, Snooze
+from enlist.exceptions import LeaseLost
+from enlist.job import Job
 from enlist.models import JobStatus
-from enlist.payload import decode
-from enlist.retry import describe, error_entry, storable, summarize, wait_after
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator
+    from collections.abc import Callable, Coroutine
 
     from sqlalchemy.orm import Session
 
@@ -46,14 +40,6 @@ __all__ = ["Executor"]
 logger = logging.getLogger("enlist.worker")
 
 T = TypeVar("T")
-
-CONFLICTS: Final = frozenset({"40001", "40P01"})
-"""Serialization failure, deadlock: the handler is run again, in the same attempt."""
-
-RERUNS: Final = 3
-
-IDLE_IN_TRANSACTION: Final = "25P03"
-"""The server cut a transaction that had been idle too long: it would do so again."""
 
 LONGEST_RERUN_WAIT: Final = 0.1
 
@@ -240,27 +226,11 @@ class Executor:
             return None
         if run.careful and not self._write_start(run):
             return None
-        timeout = run.handler.timeout_seconds
-        if timeout is not None:
-            run.signals.deadline = dt.datetime.now(dt.UTC) + dt.timedelta(seconds=timeout)
         try:
-            payload, meta = _stored("payload", run.payload), _stored("meta", run.meta)
-            if run.handler.payload_type is not None:
-                payload = decode(run.handler.payload_type, payload)
+            return job_of(run, self.resources)
         except BaseException as error:  # a validator may raise SystemExit
             self._failed(run, error)
             return None
-        return Job(
-            payload=payload,
-            id=run.id,
-            kind=run.kind,
-            queue=run.queue,
-            attempt=run.attempt,
-            max_attempts=run.max_attempts,
-            meta=meta,
-            resources=self.resources,
-            _signals=run.signals,
-        )
 
     def _write_start(self, run: Run) -> bool:
         """Commit that a careful job's handler starts now: should the process die, it is this job's doing."""
@@ -297,8 +267,7 @@ class Executor:
             try:
                 with self._sync() as session:
                     session.guard_by(guard)
-                    with _not_in_a_fork():
-                        _check_returned(run, run.handler.function(session, job))
+                    call_plain(run, session, job)
                     if run.abandoned == "timed out":  # with the row's lock in hand the fence would let it pass
                         raise LeaseLost(run.id)
                     committed = finish(session)
@@ -325,7 +294,7 @@ class Executor:
                     sync_session = session.sync_session
                     assert isinstance(sync_session, GuardedSession)
                     sync_session.guard_by(guard)
-                    await self._call(run, session, job)
+                    await call_async(run, session, job)
                     committed = await session.run_sync(_finish)
                 finally:
                     await self._async.discard(session)
@@ -337,17 +306,6 @@ class Executor:
             else:
                 self._succeeded(run, committed)
                 return
-
-    async def _call(self, run: Run, session: Any, job: Job[Any]) -> None:
-        seconds = run.handler.timeout_seconds
-        try:
-            async with asyncio.timeout(seconds) as scope:
-                with _not_in_a_fork():
-                    await run.handler.function(session, job)
-        except TimeoutError as error:
-            if scope.expired():
-                raise _timed_out(run) from error
-            raise
 
     # -- how it ended ------------------------------------------------------------------------------------------
 
@@ -375,7 +333,7 @@ class Executor:
         if isinstance(error, LeaseLost):
             self._lost(run)
             return None
-        again = rerun < _reruns(error)
+        again = rerun < reruns(error)
         if (guard.committing or again) and self._landed(run):
             # COMMIT was sent, and its answer lost, or a listener raised after it.
             run.ended = True
@@ -387,26 +345,8 @@ class Executor:
         if again:
             logger.info("%s is run again in the same attempt: %s", run, brief(error))
             return random.uniform(0, LONGEST_RERUN_WAIT * 2**rerun)  # noqa: S311
-        try:
-            self._end(run, error)
-        except Exception as failure:  # a Snooze whose delay is none, say: that is the attempt's failure then
-            failure.__context__ = error
-            self._failed(run, failure)
+        self._completer.settle(ending(run, error))
         return None
-
-    def _end(self, run: Run, error: BaseException) -> None:
-        extra = {"job_id": str(run.id), "kind": run.kind, "attempt": run.attempt}
-        if isinstance(error, Snooze):
-            logger.debug("%s is snoozed for %s", run, error.delay, extra=extra)
-            delay = as_timedelta("delay", error.delay)
-            self._completer.settle(Settlement(run, JobStatus.QUEUED, delay, returned=1))
-        elif isinstance(error, Cancel):
-            text = storable(str(error.reason), 1000)
-            logger.info("%s is cancelled by its handler: %s", run, text, extra=extra)
-            entry = error_entry(run.attempt, text)
-            self._completer.settle(Settlement(run, JobStatus.CANCELLED, error=text, entry=entry))
-        else:
-            self._failed(run, error)
 
     def _ended_unexpectedly(self, run: Run, error: BaseException) -> None:
         """A fault of ours: the thread and the slot live on, and the job fails, or else its lease ends by itself."""
@@ -421,18 +361,7 @@ class Executor:
             self._leases.drop(run)
 
     def _failed(self, run: Run, error: BaseException) -> None:
-        text, entry = describe(error), error_entry(run.attempt, summarize(error))
-        extra = {"job_id": str(run.id), "kind": run.kind, "attempt": run.attempt}
-        if run.attempt >= run.max_attempts:
-            logger.error("%s is dead: %s", run, summarize(error), extra=extra)
-            self._completer.settle(Settlement(run, JobStatus.DEAD, error=text, entry=entry))
-            return
-        if isinstance(error, Retry):
-            delay = as_timedelta("delay", error.delay)
-        else:
-            delay = wait_after(run.attempt, error, run.handler.wait)
-        logger.warning("%s failed, next attempt in %s: %s", run, delay, summarize(error), extra=extra)
-        self._completer.settle(Settlement(run, JobStatus.QUEUED, delay, error=text, entry=entry))
+        self._completer.settle(failure(run, error))
 
     def _lost(self, run: Run) -> None:
         self._leases.drop(run)
@@ -488,58 +417,13 @@ class Executor:
         for run in [run for reference in late if (run := reference()) is not None]:
             # Should it end at this moment, then the fence decides which of the two endings counts.
             if not run.ended and run.abandon("timed out"):
-                self._failed(run, _timed_out(run))
+                self._failed(run, timed_out(run))
         return following
 
 
 def _finish(session: Session) -> bool:
     assert isinstance(session, GuardedSession)
     return finish(session)
-
-
-def _reruns(error: BaseException) -> int:
-    """How often a handler may be run again in the same attempt after an error that is not of its making."""
-    if not isinstance(error, sa.exc.DBAPIError):
-        return 0
-    if sqlstate(error) in CONFLICTS:
-        return RERUNS
-    # Once: the pool gave out a connection that had died in it, or the server was restarted.
-    return 1 if error.connection_invalidated and sqlstate(error) != IDLE_IN_TRANSACTION else 0
-
-
-def _stored(name: str, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, deep nesting: jsonb stores them
-        raise PayloadError(f"the stored {name} cannot be read: {error}") from None
-
-
-@contextmanager
-def _not_in_a_fork() -> Iterator[None]:
-    """End a child that the handler forked and let return: it must not use the connections that it shares with us."""
-    process = os.getpid()
-    try:
-        yield
-    finally:
-        if os.getpid() != process:
-            os._exit(1)
-
-
-def _check_returned(run: Run, value: object) -> None:
-    """Refuse what a plain function returned without having done anything: a coroutine that nobody awaits."""
-    if inspect.isawaitable(value) or inspect.isgenerator(value):
-        if inspect.iscoroutine(value):
-            value.close()
-        raise HandlerError(
-            f"the handler of kind {run.kind!r} is a plain function and returned {value!r}, which nobody runs: make it"
-            " `async def`"
-        )
-
-
-def _timed_out(run: Run) -> HandlerTimeout:
-    return HandlerTimeout(
-        f"the handler of kind {run.kind!r} ran longer than its timeout of {run.handler.timeout_seconds:g} seconds"
-    )
 
 
 def log_late(run: Run) -> None:

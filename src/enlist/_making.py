@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime as dt
 import inspect
 import sys
-import uuid
 from collections.abc import Mapping
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypedDict, get_args
 
@@ -20,10 +19,8 @@ from enlist._options import (
     check_name,
     shown,
 )
-from enlist._staged import Content, LatePayload, StagedJob, Target, UniqueKey, Values
-from enlist._uuid7 import uuid7
+from enlist._staged import NO_OPTIONS, CallOptions, LatePayload, StagedJob, Target, UniqueKey, Values
 from enlist.exceptions import InvalidOption, PayloadError
-from enlist.handle import Batch, JobHandle
 from enlist.models import MAX_SMALLINT, PRIORITY_RANGE, UniqueUntil
 from enlist.payload import JobPayload, PayloadOptions, encode, options_of
 
@@ -34,9 +31,6 @@ OnConflict: TypeAlias = Literal["ignore", "replace"]
 
 ABSENT: Final[Any] = object()
 """An argument that was not given, where None may be meant."""
-
-_NOT_STAGED: Final = JobHandle(uuid.UUID(int=0), Batch())
-
 
 _DEFAULTS: Final = PayloadOptions()
 
@@ -66,6 +60,17 @@ class _Overrides(NamedTuple):
     priority: int | None
     max_attempts: int | None
 
+    def applied_to(self, options: PayloadOptions) -> PayloadOptions:
+        return PayloadOptions(
+            options.kind,
+            options.queue if self.queue is None else self.queue,
+            options.priority if self.priority is None else self.priority,
+            options.max_attempts if self.max_attempts is None else self.max_attempts,
+        )
+
+
+_NO_OVERRIDES: Final = _Overrides(None, None, None)
+
 
 class JobMaker:
     """Makes the jobs of one repository."""
@@ -77,7 +82,7 @@ class JobMaker:
     def from_item(self, item: Any) -> StagedJob:
         """Make a job of a payload, or of a pair of a payload and its options."""
         if not isinstance(item, tuple):
-            return self.make(item)
+            return self.make(item) if self._target.required else self._staged(item)
         if len(item) != 2:
             raise InvalidOption(f"an item is a payload or a pair (payload, options), not a tuple of {len(item)}")
         payload, options = item
@@ -132,19 +137,41 @@ class JobMaker:
             )
         elif concurrency_limit is not None:
             raise InvalidOption(f"concurrency_limit {concurrency_limit!r} needs a concurrency_key")
-        return StagedJob(
-            uuid7(),
-            self._target,
-            self._content(payload, data, of, _Overrides(queue, priority, max_attempts)),
-            unique,
-            concurrency_key,
-            concurrency_limit,
-            run_at,
-            wait,
-            "{}" if meta is None else encode_data(meta, self._max_bytes, "meta"),
-            self._values(values) if values or self._target.required else None,
-            _NOT_STAGED,
-        )
+        meta_text = None if meta is None else encode_data(meta, self._max_bytes, "meta")
+        own = self._values(values) if values or self._target.required else None
+        call = NO_OPTIONS
+        if any(option is not None for option in (unique, concurrency_key, run_at, wait, meta_text, own)):
+            call = CallOptions(unique, concurrency_key, concurrency_limit, run_at, wait, meta_text, own)
+        overrides = _NO_OVERRIDES
+        if not (queue is None and priority is None and max_attempts is None):
+            overrides = _Overrides(queue, priority, max_attempts)
+        return self._staged(payload, data, of, overrides, call)
+
+    def _staged(
+        self,
+        payload: Any,
+        data: Any = ABSENT,
+        of: Any = ABSENT,
+        overrides: _Overrides = _NO_OVERRIDES,
+        call: CallOptions = NO_OPTIONS,
+    ) -> StagedJob:
+        if data is ABSENT:
+            kind, value = None, payload
+        else:
+            kind, value = check_name("kind", payload), data
+        options: PayloadOptions = _DEFAULTS
+        text: str | LatePayload
+        if not _is_late(value):
+            if of is not ABSENT:
+                raise InvalidOption("of= is the argument of a late payload: give a function as the payload")
+            options, text = self._encoded(kind, value, overrides)
+        elif inspect.iscoroutinefunction(value):
+            raise PayloadError("a late payload is made within the flush: give a plain function, not an async one")
+        else:
+            text = LatePayload(
+                lambda: self._encoded(kind, value() if of is ABSENT else value(of), overrides), _calling_line()
+            )
+        return StagedJob(self._target, options, text, call)
 
     def _values(self, values: Mapping[str, Any] | None) -> Values:
         target = self._target
@@ -164,44 +191,22 @@ class JobMaker:
             )
         return Values(given, _calling_line() if any(map(callable, given.values())) else "")
 
-    def _content(self, payload: Any, data: Any, of: Any, overrides: _Overrides) -> Content | LatePayload:
-        if data is ABSENT:
-            kind, value = None, payload
-        else:
-            kind, value = check_name("kind", payload), data
-        if not _is_late(value):
-            if of is not ABSENT:
-                raise InvalidOption("of= is the argument of a late payload: give a function as the payload")
-            return self._encoded(kind, value, overrides)
-        if inspect.iscoroutinefunction(value):
-            raise PayloadError("a late payload is made within the flush: give a plain function, not an async one")
-
-        def make() -> Content:
-            return self._encoded(kind, value() if of is ABSENT else value(of), overrides)
-
-        return LatePayload(make, _calling_line())
-
-    def _encoded(self, kind: str | None, value: Any, overrides: _Overrides) -> Content:
-        queue, priority, max_attempts = overrides
+    def _encoded(self, kind: str | None, value: Any, overrides: _Overrides) -> tuple[PayloadOptions, str]:
         if kind is None:
             if not isinstance(value, JobPayload):
                 raise PayloadError(_not_a_payload(value))
-            options = options_of(type(value))
+            options = options_of(value)
             text = encode(value, self._max_bytes)
         elif isinstance(value, JobPayload):
             raise PayloadError(
                 f"the kind {kind!r} is given and a {type(value).__name__}, which has its own: leave the kind out"
             )
         else:
-            options = _DEFAULTS
+            options = PayloadOptions(kind)
             text = encode_data(value, self._max_bytes)
-        return Content(
-            kind or options.kind,
-            options.queue if queue is None else queue,
-            options.priority if priority is None else priority,
-            options.max_attempts if max_attempts is None else max_attempts,
-            text,
-        )
+        if overrides is not _NO_OVERRIDES:
+            options = overrides.applied_to(options)
+        return options, text
 
 
 def _unique(

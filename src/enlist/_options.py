@@ -35,7 +35,11 @@ def as_timedelta(name: str, value: Duration) -> dt.timedelta:
     duration = value if isinstance(value, dt.timedelta) else dt.timedelta(seconds=value)
     if not dt.timedelta(0) <= duration <= LONGEST:
         raise InvalidOption(f"{name} must be between 0 and {LONGEST.days} days, not {shown(value)}")
-    return duration
+    return (
+        duration
+        if type(duration) is dt.timedelta
+        else dt.timedelta(duration.days, duration.seconds, duration.microseconds)
+    )
 
 
 EARLIEST: Final = dt.datetime(1, 1, 3, tzinfo=dt.UTC)
@@ -60,7 +64,8 @@ def as_instant(name: str, value: dt.datetime) -> dt.datetime:
         instant = None
     if instant is None or not EARLIEST <= instant <= LATEST:
         raise InvalidOption(f"{name} must be between {EARLIEST} and {LATEST}, not {shown(value)}")
-    return instant
+    # What it is, not what its class makes of it: a dataframe's Timestamp writes nanoseconds.
+    return dt.datetime.combine(dt.datetime.date(instant), dt.datetime.time(instant), dt.UTC)
 
 
 def check_integer(name: str, value: Any, low: int, high: int) -> int:

@@ -7,7 +7,6 @@ The guard works by transaction events, since refusing methods alone leaves holes
 from __future__ import annotations
 
 import datetime as dt
-import re
 import time
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -18,6 +17,7 @@ from sqlalchemy.orm import Session, SessionTransaction
 
 from enlist._driver import is_autocommit, is_transaction_over, sqlstate
 from enlist._staging import RUNNING, write_waiting
+from enlist._transactions import ENDING_STATEMENT
 from enlist.exceptions import CommitRefused, LeaseLost, SessionError, TransactionAborted
 
 if TYPE_CHECKING:
@@ -30,13 +30,6 @@ __all__ = ["Guard", "GuardedSession", "finish", "guarded"]
 
 IN_FAILED_TRANSACTION: Final = "25P02"
 SNAPSHOT_LEVELS: Final = frozenset({"REPEATABLE READ", "SERIALIZABLE"})
-ENDING_STATEMENT: Final = re.compile(
-    r"(?:\s|--[^\n]*\n|/\*.*?\*/)*"
-    r"(COMMIT|END|ABORT|ROLLBACK(?!\s+(?:(?:WORK|TRANSACTION)\s+)?TO\b)|PREPARE\s+TRANSACTION)\b",
-    re.IGNORECASE | re.DOTALL,
-)
-"""SQL text that ends a transaction; ROLLBACK TO a savepoint does not."""
-
 PLAN_SECONDS: Final = 60
 """How long a plan that the application's driver has cached for the fenced UPDATE may live."""
 
@@ -102,6 +95,12 @@ class Guard:
         self.spoken.add(connection)
         if not self.ours and (ending := ENDING_STATEMENT.match(statement)) is not None:
             raise self.refuse(ending[1])
+
+    def detach(self) -> None:
+        """Stop listening to the connections: for those that are not closed after the attempt."""
+        for connection, _ in self.roots:
+            if event.contains(connection, "before_cursor_execute", self.refuse_ending_statement):
+                event.remove(connection, "before_cursor_execute", self.refuse_ending_statement)
 
     def holds_lock(self, connection: sa.Connection) -> bool:
         """Whether the row must be locked for the whole transaction."""

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from enlist.job import Signals
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import asyncio
     import uuid
     from collections.abc import Callable, Mapping
+
+    import sqlalchemy as sa
 
     from enlist.handlers import Handler
 
@@ -61,6 +63,24 @@ class Run:
     task: asyncio.Task[None] | None = None
     """The task of an async handler."""
     signals: Signals = field(default_factory=Signals)
+
+    @classmethod
+    def of(cls, row: sa.Row[Any], handler: Handler, lease_ends: float) -> Run:
+        """Make it of what a claim has returned."""
+        return cls(
+            id=row.id,
+            token=row.lease_token,
+            kind=row.kind,
+            queue=row.queue,
+            attempt=row.attempt,
+            max_attempts=row.max_attempts,
+            payload=row.payload,
+            meta=row.meta,
+            handler=handler,
+            keyed=row.concurrency_key is not None,
+            careful=row.lost > 0 or row.attempt >= row.max_attempts,
+            lease_ends=lease_ends,
+        )
 
     def abandon(self, reason: str) -> bool:
         """Say that the attempt no longer counts; return False if that was said before."""

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import datetime as dt
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import sqlalchemy as sa
 
 from enlist._statements import Statements, statements_for
+from enlist.handle import JobHandle
 from enlist.models import JobRecordMixin
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Mapper
 
-    from enlist.handle import JobHandle
+    from enlist.payload import PayloadOptions
 
-__all__ = ["Content", "LatePayload", "Notify", "StagedJob", "Target", "UniqueKey", "Values"]
+__all__ = [
+    "NO_OPTIONS",
+    "CallOptions",
+    "LatePayload",
+    "Notify",
+    "StagedJob",
+    "Target",
+    "UniqueKey",
+    "Values",
+]
 
 Notify: TypeAlias = Literal["after_commit", "transaction"] | None
 
@@ -60,22 +69,11 @@ class Target:
 _OWN = frozenset(JobRecordMixin.__annotations__)
 
 
-@dataclass(eq=False, slots=True)
-class Content:
-    """What a payload says of its job; the call's own options have been put in already."""
-
-    kind: str
-    queue: str
-    priority: int
-    max_attempts: int
-    payload: str
-
-
 @dataclass(frozen=True, eq=False, slots=True)
 class LatePayload:
     """A payload that is made at the flush, when the domain rows have their keys."""
 
-    make: Callable[[], Content]
+    make: Callable[[], tuple[PayloadOptions, str]]
     source: str
     """File and line of the call of ``enqueue``."""
 
@@ -100,18 +98,41 @@ class Values:
     source: str
 
 
-@dataclass(eq=False, slots=True)
-class StagedJob:
-    """A job on its way into the table."""
+@dataclass(frozen=True, eq=False, slots=True)
+class CallOptions:
+    """What a call of ``enqueue`` says of its job that a payload's class cannot."""
 
-    id: uuid.UUID
-    target: Target
-    content: Content | LatePayload
-    unique: UniqueKey | None
-    concurrency_key: str | None
-    concurrency_limit: int | None
-    run_at: dt.datetime | None
-    delay: dt.timedelta | None
-    meta: str
-    values: Values | None
-    handle: JobHandle
+    unique: UniqueKey | None = None
+    concurrency_key: str | None = None
+    concurrency_limit: int | None = None
+    run_at: dt.datetime | None = None
+    delay: dt.timedelta | None = None
+    meta: str | None = None
+    values: Values | None = None
+
+
+NO_OPTIONS: Final = CallOptions()
+
+
+class StagedJob(JobHandle):
+    """A job on its way into the table. Its producer knows it as its handle.
+
+    One object for both, and one for the options that many jobs share: of 100,000 jobs, the objects that Python's
+    garbage collector goes through again and again are what takes the time.
+    """
+
+    __slots__ = ("call", "options", "payload", "target")
+
+    def __init__(self, target: Target, options: PayloadOptions, payload: str | LatePayload, call: CallOptions) -> None:
+        self.target = target
+        self.options = options
+        """Those of the payload's class, or the call's; not known of a late payload."""
+        self.payload = payload
+        self.call = call
+        self._existing_id = None
+        self._replaced = False
+
+    def release(self) -> None:
+        """Let go of what the row was made of, once it is written or discarded: the handle may live long."""
+        self.payload = ""
+        self.call = NO_OPTIONS

@@ -17,18 +17,18 @@ from __future__ import annotations
 
 import logging
 from typing import TYPE_CHECKING, Any, Final, NoReturn
-from weakref import WeakSet
 
 import sqlalchemy as sa
 from sqlalchemy import event
 from sqlalchemy.orm import Session
 
 from enlist import notifier
-from enlist._driver import is_closed, is_known_autocommit, is_transaction_failed, is_transaction_over, sqlstate
+from enlist._driver import is_autocommit, is_closed, is_known_autocommit, is_transaction_over
 from enlist._staged import StagedJob, Target
-from enlist._writing import autocommit_error, unbound_error, write
+from enlist._transactions import has_failed, note
+from enlist._writing import autocommit_error, connection_for, unbound_error, write
 from enlist.exceptions import SessionError
-from enlist.handle import Batch, JobState
+from enlist.handle import Batch, Ending, JobState, Write
 from enlist.models import JobRecordMixin
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy.orm import InstanceState, SessionTransaction, UOWTransaction
 
-__all__ = ["RUNNING", "Stage", "stage_of", "write_waiting"]
+__all__ = ["RUNNING", "Stage", "flush_staged", "note_write", "stage_of", "write_waiting"]
 
 logger = logging.getLogger("enlist")
 
@@ -46,8 +46,6 @@ _PARTIAL: Final = "enlist.partial"
 RUNNING: Final = "enlist.running"
 """In ``session.info``: the id of the job whose handler's session this is, until it is done."""
 
-IN_FAILED_TRANSACTION: Final = "25P02"
-
 MAX_ROUNDS: Final = 100
 """How often in one flush late payloads may enqueue further jobs."""
 
@@ -55,10 +53,11 @@ MAX_ROUNDS: Final = 100
 class Stage:
     """What enlist knows of a session; in ``session.info`` from the first job until the end of the transaction."""
 
-    __slots__ = ("batch", "batches", "committing", "home", "jobs", "marker", "writing")
+    __slots__ = ("batch", "batches", "committing", "home", "jobs", "marker", "targets", "writing")
 
     def __init__(self) -> None:
         self.jobs: list[StagedJob] = []
+        self.targets: set[Target] = set()  # of this transaction
         self.batch = Batch()  # of the jobs that are staged now
         self.home: SessionTransaction | None = None  # the innermost savepoint or transaction: where they are staged
         self.marker: object | None = None
@@ -66,6 +65,17 @@ class Stage:
         self.committing = False
         # What was written, by the savepoint or transaction that decides over it.
         self.batches: dict[SessionTransaction, list[Batch]] = {}
+
+    def __del__(self) -> None:
+        """End what a session leaves that is forgotten without being closed: its connection is rolled back by the pool.
+
+        Not one that the session has joined: what becomes of that nobody here will see.
+        """
+        self.batch.end(JobState.DISCARDED)
+        for transaction, batches in self.batches.items():
+            is_sure = not self.committing and not _is_joined(transaction)
+            for batch in batches:
+                batch.end(JobState.DISCARDED if is_sure else JobState.UNKNOWN)
 
 
 def stage_of(session: Session, target: Target) -> Stage:
@@ -88,6 +98,7 @@ def stage_of(session: Session, target: Target) -> Stage:
             raise
         if stage.home is None:
             stage.home = _boundary(session)
+    stage.targets.add(target)
     return stage
 
 
@@ -102,7 +113,16 @@ def _check(session: Session, target: Target) -> None:
         bind = session.get_bind(target.mapper)
     except sa.exc.UnboundExecutionError as error:
         raise unbound_error(target) from error
-    if is_known_autocommit(bind):
+    begun = _connection_begun(session, bind)
+    # What the engine says, the session may say otherwise for its own connection (since SQLAlchemy 2.1).
+    own_level = getattr(session, "execution_options", {}).get("isolation_level")
+    if begun is not None:
+        commits_itself = is_autocommit(begun)
+    elif own_level is not None:
+        commits_itself = own_level == "AUTOCOMMIT"
+    else:
+        commits_itself = is_known_autocommit(bind)
+    if commits_itself:
         raise autocommit_error()
 
 
@@ -123,6 +143,26 @@ def _mark(session: Session, stage: Stage, target: Target) -> None:
         _list_in_flush(flush, marker)
 
 
+def flush_staged(session: Session) -> None:
+    """Flush what is staged, whatever the session's autoflush says; without staged jobs do as autoflush would."""
+    stage: Stage | None = session.info.get(_STAGE)
+    if not session._flushing and (session.autoflush or (stage is not None and stage.jobs)):
+        session.flush()
+
+
+def note_write(session: Session, target: Target, connection: sa.Connection, queues: set[str]) -> None:
+    """Have the workers of queues woken once the session has committed: jobs were made due in its transaction.
+
+    A savepoint or transaction that is rolled back takes the note with it, as it does with jobs that were inserted.
+    """
+    stage: Stage | None = session.info.get(_STAGE)
+    if stage is None:
+        stage = session.info[_STAGE] = Stage()
+    batch = Batch(JobState.INSERTED)
+    note(connection, target, batch, queues)
+    stage.batches.setdefault(_boundary(session), []).append(batch)
+
+
 # -- what SQLAlchemy does not document, tested with each version ----------------------------------------------------
 
 
@@ -138,6 +178,18 @@ def _take_out_of_flush(session: Session, flush: UOWTransaction, marker: object) 
     flush.states.pop(state, None)
 
 
+def _connection_begun(session: Session, bind: sa.Engine | sa.Connection) -> sa.Connection | None:
+    """The connection that the session's transaction has begun on for a bind, if it has."""
+    transaction = session.get_transaction()
+    begun = None if transaction is None else transaction._connections.get(bind)
+    return None if begun is None else begun[0]
+
+
+def _is_joined(transaction: SessionTransaction) -> bool:
+    """Whether a session's transaction is on a connection that it was given."""
+    return any(not autoclose for *_, autoclose in transaction._connections.values())
+
+
 def _is_on_several_connections(transaction: SessionTransaction) -> bool:
     """Whether a session's transaction has begun one on more than one connection."""
     return len({id(connection) for connection, *_ in transaction._connections.values()}) > 1
@@ -147,12 +199,16 @@ def _is_on_several_connections(transaction: SessionTransaction) -> bool:
 
 
 def _before_flush(session: Session, flush: UOWTransaction, instances: object) -> None:
+    stage: Stage | None = session.info.get(_STAGE)
+    if stage is not None and stage.jobs and not instances:
+        # Before the domain rows are sent: on a connection that commits by itself they would stay, without their jobs.
+        for target in stage.targets:
+            connection_for(session, target)
     session.info[_FLUSH] = flush
     if instances:
         # flush([objects]), deprecated: late payloads might need others.
         flush.attributes[_PARTIAL] = True
         return
-    stage: Stage | None = session.info.get(_STAGE)
     if stage is not None and stage.marker is not None:
         _list_in_flush(flush, stage.marker)
 
@@ -190,7 +246,7 @@ def _write(session: Session, stage: Stage) -> None:
             # Their key is held by the very job whose handler has enqueued them.
             waiting = Batch(waiting=own)
             for job in own:
-                job.handle.move_to(waiting)
+                job.move_to(waiting)
             written.append(waiting)
     stage.writing = False
     stage.home = None
@@ -229,7 +285,7 @@ def _refuse_lost_transaction(stage: Stage) -> None:
     """Refuse a commit that would do nothing, without an error: the jobs written before are not there any more."""
     written = [batch for batches in stage.batches.values() for batch in batches]
     for write_ in [write_ for batch in written for write_ in batch.writes]:
-        if is_transaction_over(write_.driver_connection):
+        if write_.ending is Ending.PAST_US or is_transaction_over(write_.driver_connection):
             for batch in written:
                 batch.end(JobState.UNKNOWN)
             stage.batches.clear()
@@ -238,34 +294,12 @@ def _refuse_lost_transaction(stage: Stage) -> None:
                 " or through the driver's connection): jobs that were enqueued in it may be lost; use session.commit()"
                 " and session.rollback()"
             )
-        failed = is_transaction_failed(write_.driver_connection)
-        if _had_error(write_.connection) if failed is None else failed:
+        if has_failed(write_):
             raise SessionError(
                 "the session's transaction has failed, by an SQL error that was swallowed: PostgreSQL would answer the"
                 " COMMIT with a silent rollback, and the jobs enqueued in it would be lost; call session.rollback(),"
                 " and put a statement that may fail into a savepoint (session.begin_nested())"
             )
-
-
-_errors: Final[WeakSet[sa.Connection]] = WeakSet()
-"""Connections that had an error, of drivers that do not tell whether the transaction has failed."""
-
-
-def _note_error(context: sa.ExceptionContext) -> None:
-    if context.connection is not None and context.dialect.driver == "asyncpg":
-        _errors.add(context.connection)
-
-
-def _had_error(connection: sa.Connection) -> bool:
-    """Whether the connection's transaction has failed; asks the server, if there ever was an error."""
-    if connection not in _errors:
-        return False
-    try:
-        connection.exec_driver_sql("SELECT 1")
-    except sa.exc.DBAPIError as error:
-        return sqlstate(error) == IN_FAILED_TRANSACTION
-    _errors.discard(connection)
-    return False
 
 
 def _after_commit(session: Session) -> None:
@@ -279,23 +313,28 @@ def _after_commit(session: Session) -> None:
     if parent is not None:
         stage.batches.setdefault(_boundary_of(parent), []).extend(batches)
         return
+    writes: dict[tuple[sa.Connection, Target], Write] = {}
     for batch in batches:
         if batch.state is not JobState.INSERTED:  # its flush has failed, and the application committed all the same
             batch.end(JobState.DISCARDED)
             continue
-        writes = batch.writes
+        for write_ in batch.writes:
+            writes.setdefault((write_.connection, write_.target), write_).queues.update(write_.queues)
         batch.end(JobState.COMMITTED)
-        for write_ in writes:
-            # In a transaction still: it is another's, which the session has joined. Its commit is not seen here.
-            if write_.target.notify is not None and not write_.connection.in_transaction():
-                in_time = write_.target.notify == "transaction" and not session.twophase
-                notifier.committed(
-                    write_.connection.engine,
-                    write_.target.statements,
-                    write_.queues,
-                    used=write_.driver_connection,
-                    notified=in_time,
-                )
+    for write_ in writes.values():
+        _wake_workers(session, write_)
+
+
+def _wake_workers(session: Session, write_: Write) -> None:
+    # In a transaction still: it is another's, which the session has joined. Its commit is not seen here.
+    if write_.target.notify is not None and not write_.connection.in_transaction():
+        notifier.committed(
+            write_.connection.engine,
+            write_.target.statements,
+            write_.queues,
+            used=write_.driver_connection,
+            notified=write_.target.notify == "transaction" and not session.twophase,
+        )
 
 
 def _after_rollback(session: Session) -> None:
@@ -342,6 +381,8 @@ def _discard(session: Session, stage: Stage, transaction: SessionTransaction) ->
     if stage.home is transaction or transaction.parent is None:
         stage.batch.end(JobState.DISCARDED)
         stage.batch = Batch()
+        for job in stage.jobs:
+            job.release()
         stage.jobs.clear()
         stage.home = None
         stage.writing = stage.committing = False
@@ -350,15 +391,21 @@ def _discard(session: Session, stage: Stage, transaction: SessionTransaction) ->
 
 def _is_commit_lost(session: Session, stage: Stage, transaction: SessionTransaction, batches: list[Batch]) -> bool:
     """Whether the transaction ends because its COMMIT got no answer."""
-    if not stage.committing or transaction.parent is not None:
+    if transaction.parent is not None:
         return False
+    writes = [write_ for batch in batches for write_ in batch.writes]
+    endings = {write_.ending for write_ in writes}
+    if Ending.PAST_US in endings:
+        return True
+    if not stage.committing:
+        return Ending.COMMIT_SENT in endings  # not by the session
     flush: UOWTransaction | None = session.info.get(_FLUSH)
     if stage.writing or (flush is not None and flush.has_work):
         return False  # the flush that commit() begins with has failed: no COMMIT was sent
-    if _is_on_several_connections(transaction) and not session.twophase:
-        return True  # they are committed one after the other: some may have been before one failed
+    if Ending.COMMIT_SENT in endings and (session.twophase or _is_on_several_connections(transaction)):
+        return True  # committed one after the other: some may have been before one failed; a prepared one is so still
     # The driver's connection: SQLAlchemy's may have been given back already, and then tells nothing.
-    return any(is_closed(write_.driver_connection) for batch in batches for write_ in batch.writes)
+    return any(is_closed(write_.driver_connection) for write_ in writes)
 
 
 def _boundary(session: Session) -> SessionTransaction:
@@ -376,7 +423,7 @@ def _boundary_of(transaction: SessionTransaction) -> SessionTransaction:
 
 def _refuse_insert(mapper: object, connection: object, record: object) -> NoReturn:
     raise SessionError(
-        f"a {type(record).__name__} was added to the session as an object; jobs are added by"
+        f"a job ({type(record).__name__}) was added to the session as an object; jobs are added by"
         " repo.enqueue(session, payload), which deduplicates them"
     )
 
@@ -394,5 +441,4 @@ _LISTENERS: Final[dict[str, Callable[..., None]]] = {
 _FIRST: Final = frozenset({"after_commit", "after_rollback", "after_transaction_end"})
 for _name, _listener in _LISTENERS.items():
     event.listen(Session, _name, _listener, insert=_name in _FIRST)
-event.listen(sa.Engine, "handle_error", _note_error)
 event.listen(JobRecordMixin, "before_insert", _refuse_insert, propagate=True)

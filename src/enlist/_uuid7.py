@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
-import uuid
 from typing import Final
 
-__all__ = ["uuid7"]
+__all__ = ["uuid7s"]
 
 _COUNTER_LIMIT: Final = 1 << 42
+_VERSION_AND_VARIANT: Final = 0x7000 << 64 | 0x8000 << 48
 
 
 class _Generator:
-    """RFC 9562, method 1: 48 bits of milliseconds, a counter of 42 bits that starts at random, 32 random bits."""
+    """RFC 9562, method 1: 48 bits of milliseconds, a counter of 42 bits that starts at random, 32 random bits.
+
+    The standard library has one since Python 3.14, which makes them one at a time: that takes longer than all else
+    that a job needs.
+    """
 
     def __init__(self) -> None:
         self.reset()
@@ -27,21 +30,23 @@ class _Generator:
         self._milliseconds = 0
         self._counter = 0
 
-    def __call__(self) -> uuid.UUID:
-        """Return the next UUID."""
+    def __call__(self, count: int) -> list[int]:
+        """Return the next UUIDs, as integers: an object for each costs three times as much."""
+        random = os.urandom(8 + 4 * count)
         with self._lock:
             now = time.time_ns() // 1_000_000
-            self._counter += 1
-            if now > self._milliseconds or self._counter >= _COUNTER_LIMIT:
+            if now > self._milliseconds or self._counter + count >= _COUNTER_LIMIT:
                 # The highest bit stays free, so that there is room to count up within the millisecond.
                 self._milliseconds = max(now, self._milliseconds + 1)
-                self._counter = int.from_bytes(os.urandom(6)) >> 7
-            value = self._milliseconds << 80 | self._counter >> 30 << 64 | (self._counter & 0x3FFFFFFF) << 32
-        value |= int.from_bytes(os.urandom(4))
-        return uuid.UUID(int=value & ~(0xF000 << 64) & ~(0xC000 << 48) | 0x7000 << 64 | 0x8000 << 48)
+                self._counter = int.from_bytes(random[:6]) >> 7
+            base = self._milliseconds << 80 | _VERSION_AND_VARIANT
+            first = self._counter + 1
+            self._counter += count
+        tails = memoryview(random)[8:].cast("I")
+        return [
+            base | number >> 30 << 64 | (number & 0x3FFFFFFF) << 32 | tail
+            for number, tail in enumerate(tails, start=first)
+        ]
 
 
-if sys.version_info >= (3, 14):
-    from uuid import uuid7
-else:
-    uuid7 = _Generator()
+uuid7s: Final = _Generator()

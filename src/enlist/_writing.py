@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import sqlalchemy as sa
@@ -10,10 +11,10 @@ from pydantic import ValidationError
 
 from enlist._driver import is_autocommit, sqlstate
 from enlist._encoding import describe_invalid
-from enlist._inserting import Row, insert_rows
-from enlist._staged import LatePayload
+from enlist._inserting import insert_jobs
+from enlist._staged import LatePayload, Values
+from enlist._transactions import note
 from enlist.exceptions import EnlistError, PayloadError, SchemaError, SessionError
-from enlist.handle import Batch, Write
 
 if TYPE_CHECKING:
     import uuid
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
     from enlist._staged import StagedJob, Target
+    from enlist.handle import Batch
 
-__all__ = ["autocommit_error", "unbound_error", "write"]
+__all__ = ["autocommit_error", "notify_in_time", "unbound_error", "write"]
 
 _SCHEMA_STATES: Final = {"42P01", "42703", "42P10"}
 """No such table, no such column, no unique index that ON CONFLICT could use."""
@@ -36,31 +38,61 @@ def write(
     :param running: the job whose handler's session this is.
     :return: the jobs whose unique key is held by that job, which are not written.
     """
-    rows: dict[Target, list[Row]] = {}
-    for job in jobs:
-        rows.setdefault(job.target, []).append(_resolved(job))
-    own: list[StagedJob] = []
-    # In one order everywhere: transactions that write to several tables must not wait for each other in a circle.
-    for target in sorted(rows, key=lambda target: target.statements.channel):
-        try:
-            connection = session.connection(bind_arguments={"mapper": target.mapper})
-        except sa.exc.UnboundExecutionError as error:
-            raise unbound_error(target) from error
-        if is_autocommit(connection):
-            raise autocommit_error()
-        written = Write(connection, connection.connection.driver_connection, target, set())
-        batch.writes.append(written)
-        try:
-            own += [row.job for row in insert_rows(connection, target, rows[target], written.queues, running)]
-        except sa.exc.DBAPIError as error:
-            if sqlstate(error) in _SCHEMA_STATES:
-                raise _schema_error(target, error) from error
-            raise
-        # PostgreSQL refuses to prepare a transaction that has notified.
-        if target.notify == "transaction" and not session.twophase:
-            for queue in sorted(written.queues):
-                connection.execute(target.statements.notify, {"queue": queue})
-    return own
+    waiting: list[StagedJob] = []
+    try:
+        by_target: dict[Target, list[StagedJob]] = {}
+        for job in jobs:
+            _resolve(job)
+            by_target.setdefault(job.target, []).append(job)
+        # In one order everywhere: transactions that write to several tables must not wait for each other in a circle.
+        for target in sorted(by_target, key=lambda target: target.statements.channel):
+            waiting += _write_table(session, target, by_target[target], batch, running)
+    except BaseException:
+        waiting.clear()
+        raise
+    finally:
+        kept = set(waiting)
+        for job in jobs:
+            if job not in kept:
+                job.release()
+    return waiting
+
+
+def _write_table(
+    session: Session, target: Target, jobs: list[StagedJob], batch: Batch, running: uuid.UUID | None
+) -> list[StagedJob]:
+    connection = connection_for(session, target)
+    written = note(connection, target, batch)
+    try:
+        waiting = insert_jobs(connection, target, jobs, written.queues, running)
+    except sa.exc.DBAPIError as error:
+        if sqlstate(error) in _SCHEMA_STATES:
+            raise _schema_error(target, error) from error
+        raise
+    notify_in_time(session, connection, target, written.queues)
+    return waiting
+
+
+def notify_in_time(session: Session, connection: sa.Connection, target: Target, queues: set[str]) -> None:
+    """Notify the workers of queues in the transaction itself, if that is how the repository does it."""
+    # PostgreSQL refuses to prepare a transaction that has notified.
+    if target.notify == "transaction" and not session.twophase:
+        for queue in sorted(queues):
+            connection.execute(target.statements.notify, {"queue": queue})
+
+
+def connection_for(session: Session, target: Target) -> sa.Connection:
+    """Return the connection that the session has for the job table, in its transaction.
+
+    :raises SessionError: there is none, or it commits each statement by itself.
+    """
+    try:
+        connection = session.connection(bind_arguments={"mapper": target.mapper})
+    except sa.exc.UnboundExecutionError as error:
+        raise unbound_error(target) from error
+    if is_autocommit(connection):
+        raise autocommit_error()
+    return connection
 
 
 def unbound_error(target: Target) -> SessionError:
@@ -88,27 +120,25 @@ def _schema_error(target: Target, error: sa.exc.DBAPIError) -> SchemaError:
     )
 
 
-def _resolved(job: StagedJob) -> Row:
-    content = job.content
-    if isinstance(content, LatePayload):
-        late = content
+def _resolve(job: StagedJob) -> None:
+    """Call the functions of a job. What they return is kept: a job that waits for another is written later."""
+    if isinstance(job.payload, LatePayload):
+        late = job.payload
         try:
-            # Kept: a job that waits for its handler's own to be done is written later, and made once.
-            job.content = content = late.make()
+            job.options, job.payload = late.make()
         except Exception as error:
             _fail(f"late payload of the enqueue at {late.source}", error)
-    return Row(job, content, _resolved_values(job) if job.values is not None else {})
+    if job.call.values is not None:
+        values = job.call.values
+        job.call = replace(job.call, values=Values(dict(_resolved_values(values)), values.source))
 
 
-def _resolved_values(job: StagedJob) -> dict[str, Any]:
-    assert job.values is not None
-    values = {}
-    for name, value in job.values.given.items():
+def _resolved_values(values: Values) -> Iterator[tuple[str, Any]]:
+    for name, value in values.given.items():
         try:
-            values[name] = value() if callable(value) else value
+            yield name, value() if callable(value) else value
         except Exception as error:
-            _fail(f"value of {name!r} of the enqueue at {job.values.source}", error)
-    return values
+            _fail(f"value of {name!r} of the enqueue at {values.source}", error)
 
 
 def _fail(what: str, error: Exception) -> NoReturn:

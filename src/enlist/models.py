@@ -85,7 +85,17 @@ class JobStatusType(sa.types.TypeDecorator[JobStatus]):
         return None if value is None else JobStatus(value)
 
 
-_TIMESTAMP = sa.DateTime(timezone=True)
+class UTCDateTime(sa.types.TypeDecorator[dt.datetime]):
+    """A point in time, read back in UTC: psycopg gives it in the time zone of the session.
+
+    There Python finds no time of the hour that the clocks go through twice equal to one of another zone.
+    """
+
+    impl = sa.DateTime(timezone=True)
+    cache_ok = True
+
+    def process_result_value(self, value: dt.datetime | None, _dialect: sa.Dialect) -> dt.datetime | None:
+        return value if value is None or value.tzinfo is None else value.astimezone(dt.UTC)
 
 
 class JobRecordMixin:
@@ -117,16 +127,16 @@ class JobRecordMixin:
     # The fence: changed by each claim, requeue, reap and cancel; kept by done.
     lease_token: Mapped[int] = mapped_column(sa.BigInteger, server_default="0", sort_order=-86)
     locked_by: Mapped[str | None] = mapped_column(sa.Text, sort_order=-85)
-    locked_until: Mapped[dt.datetime | None] = mapped_column(_TIMESTAMP, sort_order=-84)
+    locked_until: Mapped[dt.datetime | None] = mapped_column(UTCDateTime, sort_order=-84)
     run_at: Mapped[dt.datetime] = mapped_column(
-        _TIMESTAMP, server_default=sa.func.statement_timestamp(), sort_order=-83
+        UTCDateTime, server_default=sa.func.statement_timestamp(), sort_order=-83
     )
     created_at: Mapped[dt.datetime] = mapped_column(
-        _TIMESTAMP, server_default=sa.func.statement_timestamp(), sort_order=-82
+        UTCDateTime, server_default=sa.func.statement_timestamp(), sort_order=-82
     )
     # When the handler of the latest attempt was started; NULL while claimed and not started.
-    started_at: Mapped[dt.datetime | None] = mapped_column(_TIMESTAMP, sort_order=-81)
-    finished_at: Mapped[dt.datetime | None] = mapped_column(_TIMESTAMP, sort_order=-80)
+    started_at: Mapped[dt.datetime | None] = mapped_column(UTCDateTime, sort_order=-81)
+    finished_at: Mapped[dt.datetime | None] = mapped_column(UTCDateTime, sort_order=-80)
     last_error: Mapped[str | None] = mapped_column(sa.Text, sort_order=-79)
     # The latest errors, oldest first, at most 10: [{"attempt": 1, "at": "...", "error": "..."}].
     errors: Mapped[list[dict[str, Any]]] = mapped_column(JSONB, server_default="[]", sort_order=-78)
@@ -134,7 +144,7 @@ class JobRecordMixin:
     # When the key is released, a UniqueUntil; NULL means "pruned".
     unique_until: Mapped[str | None] = mapped_column(sa.Text, sort_order=-76)
     # Before this it is not, unless the job is dead or cancelled.
-    unique_hold_until: Mapped[dt.datetime | None] = mapped_column(_TIMESTAMP, sort_order=-75)
+    unique_hold_until: Mapped[dt.datetime | None] = mapped_column(UTCDateTime, sort_order=-75)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.id} {self.kind} {self.status}>"

@@ -97,14 +97,14 @@ def _check(cls: type[JobPayload]) -> None:
     cls.__enlist_checked__ = True
 
 
-def options_of(payload_type: type[JobPayload]) -> PayloadOptions:
-    """Return the insert options of a payload class.
+def options_of(payload: JobPayload | type[JobPayload]) -> PayloadOptions:
+    """Return the insert options of a payload class, given it or an instance.
 
     :raises PayloadError: the class has no kind.
     """
-    options = payload_type.__enlist_options__
+    options = payload.__enlist_options__
     if not options.kind:
-        name = payload_type.__name__
+        name = (payload if isinstance(payload, type) else type(payload)).__name__
         raise PayloadError(f"{name} has no kind: class {name}(JobPayload, kind='...')")
     return options
 
@@ -115,9 +115,8 @@ def encode(payload: JobPayload, max_bytes: int = DEFAULT_MAX_BYTES) -> str:
     :param max_bytes: the longest text, in bytes of UTF-8; default 1 MiB.
     :raises PayloadError: there is no such text; the message has the path of the value that is in the way.
     """
-    cls = type(payload)
-    if not cls.__enlist_checked__:
-        _check(cls)
+    if not payload.__enlist_checked__:
+        _check(type(payload))
     return encode_model(payload, max_bytes)
 
 

@@ -5,63 +5,59 @@ from __future__ import annotations
 import datetime as dt
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeAlias, TypeVar, Unpack, cast, get_args, overload
+from typing import Any, Generic, TypeAlias, Unpack, cast, get_args, overload
 
 import sqlalchemy as sa
 from sqlalchemy.exc import NoInspectionAvailable
 from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
 from sqlalchemy.orm import Mapper, Session, scoped_session
+from typing_extensions import TypeVar
 
+from enlist._commands import Changes, Condition, Which, change, count, oldest_queued_age, prune
 from enlist._encoding import DEFAULT_MAX_BYTES
 from enlist._making import ABSENT, EnqueueOptions, JobMaker, OnConflict, Until
-from enlist._options import MAX_INTEGER, Duration, check_integer
+from enlist._options import MAX_INTEGER, Duration, as_instant, as_timedelta, check_integer, shown
 from enlist._staged import Notify, StagedJob, Target
-from enlist._staging import stage_of
+from enlist._staging import flush_staged, stage_of
+from enlist._uuid7 import uuid7s
 from enlist.exceptions import ConfigurationError, EnlistError, InvalidOption, SessionError
 from enlist.handle import JobHandle
-from enlist.models import JobRecord, JobRecordMixin
+from enlist.models import JobRecord, JobRecordMixin, JobStatus
 from enlist.payload import JobPayload
 
-__all__ = ["AnySession", "EnqueueOptions", "JobRepository"]
+__all__ = ["AnySession", "EnqueueOptions", "JobRepository", "RecordT_co", "RepositoryBase", "SyncSession"]
 
 AnySession: TypeAlias = Session | AsyncSession | scoped_session[Any] | async_scoped_session[Any]
 """What jobs can be enqueued in."""
 
+SyncSession: TypeAlias = Session | scoped_session[Any]
+"""What a :class:`JobRepository` reads and changes jobs in."""
+
 EntityT = TypeVar("EntityT")
+RecordT_co = TypeVar("RecordT_co", bound=JobRecordMixin, covariant=True, default=JobRecord)
 
 Item: TypeAlias = JobPayload | Callable[[], JobPayload] | tuple[JobPayload | Callable[[], JobPayload], EnqueueOptions]
 """A job for :meth:`JobRepository.enqueue_many`: a payload, or a payload with options."""
 
 
-class JobRepository:
-    """Enqueues jobs in the caller's transaction. Make one, use it everywhere: it holds no connection and no session.
+class RepositoryBase(Generic[RecordT_co]):
+    """What the repositories of sync and async applications share: enqueuing, which does no IO."""
 
-    :param record: the mapped class of the jobs; default :class:`~enlist.models.JobRecord`, the table ``enlist_job``.
-    :param notify: how workers learn of a new job without waiting for their next poll.
-
-        - ``"after_commit"``, the default: once the session has committed, on a connection of enlist's own, at most one
-          NOTIFY per queue and 50 ms. Costs the transaction nothing. Not for a session that has joined a transaction
-          begun outside of it: when that commits is not seen.
-        - ``"transaction"``: by the transaction itself. Its COMMIT then takes a lock that is one for the whole server,
-          which halves the commits per second under load. In a two-phase session, which PostgreSQL does not let notify,
-          this is the same as ``"after_commit"``.
-        - ``None``: not at all, workers poll.
-    :param max_payload_bytes: the longest payload, and the longest ``meta``, in bytes of JSON; default 1 MiB.
-    :raises ConfigurationError: ``record`` is not a mapped class with :class:`~enlist.models.JobRecordMixin`.
-    :raises InvalidOption: ``notify`` or ``max_payload_bytes`` is none of these.
-    """
-
+    @overload
     def __init__(
-        self,
-        record: type[JobRecordMixin] = JobRecord,
-        *,
-        notify: Notify = "after_commit",
-        max_payload_bytes: int = DEFAULT_MAX_BYTES,
+        self: RepositoryBase[JobRecord], *, notify: Notify = "after_commit", max_payload_bytes: int = DEFAULT_MAX_BYTES
+    ) -> None: ...
+    @overload
+    def __init__(
+        self, record: type[RecordT_co], *, notify: Notify = "after_commit", max_payload_bytes: int = DEFAULT_MAX_BYTES
+    ) -> None: ...
+    def __init__(
+        self, record: Any = JobRecord, *, notify: Notify = "after_commit", max_payload_bytes: int = DEFAULT_MAX_BYTES
     ) -> None:
         known = [*get_args(get_args(Notify)[0]), None]
         if notify not in known:
             raise InvalidOption(f"notify must be one of {known}, not {notify!r}")
-        self.record = record
+        self.record: type[RecordT_co] = record
         max_bytes = check_integer("max_payload_bytes", max_payload_bytes, 1, MAX_INTEGER)
         mapper = _mapper_of(record)
         self._target = Target.of(mapper, notify)
@@ -185,9 +181,10 @@ class JobRepository:
             meta=meta,
         )
         stage = stage_of(sync, self._target)
-        job.handle = JobHandle(job.id, stage.batch)
+        (number,) = uuid7s(1)
+        job.stage(number, stage.batch)
         stage.jobs.append(job)
-        return job.handle
+        return job
 
     def enqueue_many(self, session: AnySession, items: Iterable[Item]) -> list[JobHandle]:
         """Stage many jobs, as :meth:`enqueue` does each; all or, when one is refused, none.
@@ -211,23 +208,131 @@ class JobRepository:
             return []
         stage = stage_of(sync, self._target)
         batch = stage.batch
-        handles = []
-        for job in jobs:
-            job.handle = handle = JobHandle(job.id, batch)
-            handles.append(handle)
+        for job, number in zip(jobs, uuid7s(len(jobs)), strict=True):
+            job.stage(number, batch)
         stage.jobs += jobs
-        return handles
+        return cast("list[JobHandle]", jobs)
 
-    def get(self, session: Session | scoped_session[Any], job_id: uuid.UUID) -> JobRecord | None:
+
+class JobRepository(RepositoryBase[RecordT_co]):
+    """Enqueues jobs in the caller's transaction, and looks after them. Make one, use it everywhere.
+
+    It holds no connection and no session. With an AsyncSession enqueue by the same; for the rest, which does IO, there
+    is :class:`~enlist.AsyncJobRepository`.
+
+    :param record: the mapped class of the jobs; default :class:`~enlist.models.JobRecord`, the table ``enlist_job``.
+    :param notify: how workers learn of a new job without waiting for their next poll.
+
+        - ``"after_commit"``, the default: once the session has committed, on a connection of enlist's own, at most one
+          NOTIFY per queue and 50 ms. Costs the transaction nothing. Not for a session that has joined a transaction
+          begun outside of it: when that commits is not seen.
+        - ``"transaction"``: by the transaction itself. Its COMMIT then takes a lock that is one for the whole server,
+          which halves the commits per second under load. In a two-phase session, which PostgreSQL does not let notify,
+          this is the same as ``"after_commit"``.
+        - ``None``: not at all, workers poll.
+    :param max_payload_bytes: the longest payload, and the longest ``meta``, in bytes of JSON; default 1 MiB.
+    :raises ConfigurationError: ``record`` is not a mapped class with :class:`~enlist.models.JobRecordMixin`.
+    :raises InvalidOption: ``notify`` or ``max_payload_bytes`` is none of these.
+    """
+
+    def get(self, session: SyncSession, job_id: uuid.UUID) -> RecordT_co | None:
         """Read a job in the session's transaction, as it is now; None if there is none of this id.
 
-        With an AsyncSession: ``await session.run_sync(repo.get, job_id)``.
+        An object of it that the session has loaded is brought up to date.
+
+        :raises InvalidOption: ``job_id`` is no UUID.
         """
-        if isinstance(session, (AsyncSession, async_scoped_session)):
-            raise SessionError("repo.get() reads: with an AsyncSession await session.run_sync(repo.get, job_id)")
-        statement = sa.select(self.record).where(self._target.mapper.local_table.c.id == job_id)
-        found = session.scalars(statement, execution_options={"populate_existing": True}).one_or_none()
-        return cast("JobRecord | None", found)
+        sync = _session_for_io(session, "get")
+        if not isinstance(job_id, uuid.UUID):
+            raise InvalidOption(f"job_id must be a uuid.UUID, such as handle.id, not {shown(job_id)}")
+        flush_staged(sync)
+        statement = sa.select(self.record).where(self._target.statements.table.c.id == job_id)
+        return sync.scalars(statement, execution_options={"populate_existing": True}).one_or_none()
+
+    def cancel(self, session: SyncSession, *which: Which, limit: int | None = None) -> Changes:
+        """Cancel queued and running jobs, in the session's transaction.
+
+        A running job's worker is fenced off: what its handler does is rolled back, and nothing of it is committed.
+        A cancelled job gives up its unique key. Jobs that are done, dead or cancelled stay what they are. A
+        handler that gives up its own job raises :class:`~enlist.Cancel` instead: this would fence off itself.
+
+        It waits for whoever has locked a job: another command, or a handler with ``hold_lock=True``, until its
+        transaction ends. ``SET LOCAL lock_timeout`` bounds the wait.
+
+        :param which: one id, an iterable of ids, or one or more conditions on the record class, which are joined by
+            AND: ``JobRecord.kind == "mail", JobRecord.priority < 0``.
+        :param limit: with conditions, the most jobs that are changed, those with the lowest ids; default all. Jobs
+            that are in no state for the command are not counted, and not told of.
+        :return: what was changed, and what was not; see :class:`Changes`.
+        :raises InvalidOption: it is not said which jobs, or wrongly; nothing was sent.
+        :raises SessionError: the session is an AsyncSession, in AUTOCOMMIT mode, or has no bind for the table.
+        """
+        return change(_session_for_io(session, "cancel"), self._target, self._target.statements.cancel, which, limit)
+
+    def retry(self, session: SyncSession, *which: Which, limit: int | None = None) -> Changes:
+        """Queue jobs again that are dead, cancelled or done, due now, with all their attempts before them.
+
+        Their errors stay, and how often they have killed a worker. A job that is queued and not due yet becomes due,
+        its attempts as they are; a running one stays as it is. Workers are woken when the session has committed.
+
+        A job that has given up its unique key takes it again. If another holds it, the job is left as it is and is in
+        ``superseded`` of the result; so is the later of two that want the same key.
+
+        ``which``, ``limit`` and what else is raised as for :meth:`cancel`.
+
+        :raises UniqueKeyContended: others took a key at each of three tries; retry the transaction.
+        """
+        return change(_session_for_io(session, "retry"), self._target, self._target.statements.retry, which, limit)
+
+    def reschedule(
+        self,
+        session: SyncSession,
+        *which: Which,
+        run_at: dt.datetime | None = None,
+        delay: Duration | None = None,
+        limit: int | None = None,
+    ) -> Changes:
+        """Set when queued jobs are due; jobs in other states stay as they are.
+
+        ``which``, ``limit`` and what else is raised as for :meth:`cancel`.
+
+        :param run_at: an aware datetime.
+        :param delay: instead of it seconds or a timedelta, from the server's time; 0 is now, and wakes workers.
+        :raises InvalidOption: not just one of the two is given, or it is outside of what :meth:`enqueue` takes.
+        """
+        sync = _session_for_io(session, "reschedule")
+        if (run_at is None) == (delay is None):
+            raise InvalidOption("reschedule takes either run_at, an aware datetime, or delay, seconds or a timedelta")
+        at = None if run_at is None else as_instant("run_at", run_at)
+        wait = None if delay is None else as_timedelta("delay", delay)
+        return change(sync, self._target, self._target.statements.reschedule, which, limit, run_at=at, delay=wait)
+
+    def counts(self, session: SyncSession, *where: Condition) -> dict[JobStatus, int]:
+        """Count the jobs of each status, those with none included; it reads the whole table.
+
+        :param where: conditions on the record class; default all jobs.
+        """
+        return count(_session_for_io(session, "counts"), self._target, where)
+
+    def oldest_queued_age(self, session: SyncSession, *where: Condition) -> dt.timedelta | None:
+        """Read how long the queued job that is due longest has been due, by the server's clock; None if none is due.
+
+        :param where: conditions on the record class; default all jobs.
+        """
+        return oldest_queued_age(_session_for_io(session, "oldest_queued_age"), self._target, where)
+
+    def prune(self, session: SyncSession, *where: Condition, older_than: Duration, limit: int = 1000) -> int:
+        """Delete jobs that finished (done, dead or cancelled) some time ago; return how many it were.
+
+        One statement, which passes by what others have locked: several may prune at a time. To delete all, repeat it
+        with a commit each time until it returns less than the limit. With a done job goes its unique key; a job that
+        is to hold it longer, by ``unique_for``, stays. A job that other rows reference is an IntegrityError.
+
+        :param where: further conditions on the record class.
+        :param older_than: how long ago they finished, at least; seconds or a timedelta, by the server's clock.
+        :param limit: the most jobs that are deleted; default 1000.
+        """
+        return prune(_session_for_io(session, "prune"), self._target, where, older_than, limit)
 
 
 def _mapper_of(record: Any) -> Mapper[Any]:
@@ -253,3 +358,12 @@ def _sync_session(session: Any) -> Session:
             f" {type(session).__name__}; of a sessionmaker make a session first"
         )
     return session
+
+
+def _session_for_io(session: Any, method: str) -> Session:
+    if isinstance(session, (AsyncSession, async_scoped_session)):
+        raise SessionError(
+            f"JobRepository.{method}() does IO: with a {type(session).__name__} await AsyncJobRepository.{method}(),"
+            f" or session.run_sync(repo.{method}, ...)"
+        )
+    return _sync_session(session)

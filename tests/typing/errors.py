@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import uuid
 from typing import Any
 
 from sqlalchemy import Engine
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
-from enlist import HandlerRegistry, Job, JobPayload, JobRepository, Worker
+from enlist import AsyncJobRepository, HandlerRegistry, Job, JobPayload, JobRepository, Worker
 from tests.shop import Order
 
 
@@ -77,6 +78,21 @@ def enqueue(repo: JobRepository, session: Session, order: Order, anything: Any) 
     repo.enqueue(session, lambda o: SendReceipt(order_id=o.id))  # E: incompatible type
     repo.enqueue(session, lambda o: o.id, of=order)  # E: incompatible type
     repo.enqueue(session, SendReceipt(order_id=1), prio=5)  # E: No overload variant
+
+
+def commands(repo: JobRepository, session: Session, async_session: AsyncSession, job_id: uuid.UUID) -> None:
+    JobRepository(record=Order)  # E: RecordT_co
+    repo.cancel(session, str(job_id))  # E: incompatible type "str"
+    repo.cancel(session, repo.enqueue(session, Other()))  # E: incompatible type "JobHandle"
+    repo.retry(session, True)  # E: incompatible type "bool"
+    repo.retry(async_session, job_id)  # E: incompatible type "AsyncSession"
+    repo.reschedule(session, job_id, 60)  # E: incompatible type "int"
+    repo.prune(session)  # E: Missing named argument "older_than"
+
+
+async def async_commands(repo: AsyncJobRepository, session: Session, async_session: AsyncSession) -> None:
+    await repo.counts(session)  # E: incompatible type "Session"
+    repo.counts(async_session)  # E: must be used
 
 
 def workers(engine: Engine) -> None:

@@ -1,0 +1,177 @@
+"""One attempt at a job, whoever runs it: what its handler gets, how it is called, and what an exception means."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+import inspect
+import json
+import logging
+import os
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import sqlalchemy as sa
+
+from enlist._completer import Settlement
+from enlist._driver import sqlstate
+from enlist._options import as_timedelta
+from enlist.exceptions import HandlerError, HandlerTimeout, PayloadError
+from enlist.job import Cancel, Job, Retry, Snooze
+from enlist.models import JobStatus
+from enlist.payload import decode
+from enlist.retry import describe, error_entry, storable, summarize, wait_after
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from enlist._slots import Run
+
+__all__ = ["call_async", "call_plain", "ending", "failure", "job_of", "reruns", "timed_out"]
+
+logger = logging.getLogger("enlist.worker")
+
+CONFLICTS: Final = frozenset({"40001", "40P01"})
+"""Serialization failure, deadlock: the handler is run again, in the same attempt."""
+
+RERUNS: Final = 3
+
+IDLE_IN_TRANSACTION: Final = "25P03"
+"""The server cut a transaction that had been idle too long: it would do so again."""
+
+
+# -- what the handler gets -----------------------------------------------------------------------------------------
+
+
+def job_of(run: Run, resources: Any) -> Job[Any]:
+    """Make the job that the handler sees. Its time begins now.
+
+    :raises PayloadError: what is stored cannot be read, or does not fit the payload class; a validator of the
+        application may raise anything.
+    """
+    timeout = run.handler.timeout_seconds
+    if timeout is not None:
+        run.signals.deadline = dt.datetime.now(dt.UTC) + dt.timedelta(seconds=timeout)
+    payload, meta = _stored("payload", run.payload), _stored("meta", run.meta)
+    if run.handler.payload_type is not None:
+        payload = decode(run.handler.payload_type, payload)
+    return Job(
+        payload=payload,
+        id=run.id,
+        kind=run.kind,
+        queue=run.queue,
+        attempt=run.attempt,
+        max_attempts=run.max_attempts,
+        meta=meta,
+        resources=resources,
+        _signals=run.signals,
+    )
+
+
+def _stored(name: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, deep nesting: jsonb stores them
+        raise PayloadError(f"the stored {name} cannot be read: {error}") from None
+
+
+# -- how it is called ----------------------------------------------------------------------------------------------
+
+
+def call_plain(run: Run, session: Any, job: Job[Any]) -> None:
+    """Call a plain handler."""
+    with _not_in_a_fork():
+        _check_returned(run, run.handler.function(session, job))
+
+
+async def call_async(run: Run, session: Any, job: Job[Any]) -> None:
+    """Call an async handler, and cancel it when its time is over.
+
+    :raises HandlerTimeout: it was.
+    """
+    try:
+        async with asyncio.timeout(run.handler.timeout_seconds) as scope:
+            with _not_in_a_fork():
+                await run.handler.function(session, job)
+    except TimeoutError as error:
+        if scope.expired():
+            raise timed_out(run) from error
+        raise
+
+
+@contextmanager
+def _not_in_a_fork() -> Iterator[None]:
+    """End a child that the handler forked and let return: it must not use the connections that it shares with us."""
+    process = os.getpid()
+    try:
+        yield
+    finally:
+        if os.getpid() != process:
+            os._exit(1)
+
+
+def _check_returned(run: Run, value: object) -> None:
+    """Refuse what a plain function returned without having done anything: a coroutine that nobody awaits."""
+    if inspect.isawaitable(value) or inspect.isgenerator(value):
+        if inspect.iscoroutine(value):
+            value.close()
+        raise HandlerError(
+            f"the handler of kind {run.kind!r} is a plain function and returned {value!r}, which nobody runs: make it"
+            " `async def`"
+        )
+
+
+def timed_out(run: Run) -> HandlerTimeout:
+    """The error of a handler whose time is over."""
+    return HandlerTimeout(
+        f"the handler of kind {run.kind!r} ran longer than its timeout of {run.handler.timeout_seconds:g} seconds"
+    )
+
+
+# -- what an exception means ---------------------------------------------------------------------------------------
+
+
+def reruns(error: BaseException) -> int:
+    """How often a handler may be run again in the same attempt after an error that is not of its making."""
+    if not isinstance(error, sa.exc.DBAPIError):
+        return 0
+    if sqlstate(error) in CONFLICTS:
+        return RERUNS
+    # Once: the pool gave out a connection that had died in it, or the server was restarted.
+    return 1 if error.connection_invalidated and sqlstate(error) != IDLE_IN_TRANSACTION else 0
+
+
+def ending(run: Run, error: BaseException) -> Settlement:
+    """What becomes of a job whose handler has raised."""
+    try:
+        return _ending(run, error)
+    except Exception as fault:  # a Snooze whose delay is none, say: that is the attempt's failure then
+        fault.__context__ = error
+        return failure(run, fault)
+
+
+def _ending(run: Run, error: BaseException) -> Settlement:
+    extra = {"job_id": str(run.id), "kind": run.kind, "attempt": run.attempt}
+    if isinstance(error, Snooze):
+        logger.debug("%s is snoozed for %s", run, error.delay, extra=extra)
+        return Settlement(run, JobStatus.QUEUED, as_timedelta("delay", error.delay), returned=1)
+    if isinstance(error, Cancel):
+        text = storable(str(error.reason), 1000)
+        logger.info("%s is cancelled by its handler: %s", run, text, extra=extra)
+        return Settlement(run, JobStatus.CANCELLED, error=text, entry=error_entry(run.attempt, text))
+    return failure(run, error)
+
+
+def failure(run: Run, error: BaseException) -> Settlement:
+    """What becomes of a job whose attempt has failed: queued for the next one, or dead."""
+    text, entry = describe(error), error_entry(run.attempt, summarize(error))
+    extra = {"job_id": str(run.id), "kind": run.kind, "attempt": run.attempt}
+    if run.attempt >= run.max_attempts:
+        logger.error("%s is dead: %s", run, summarize(error), extra=extra)
+        return Settlement(run, JobStatus.DEAD, error=text, entry=entry)
+    if isinstance(error, Retry):
+        delay = as_timedelta("delay", error.delay)
+    else:
+        delay = wait_after(run.attempt, error, run.handler.wait)
+    logger.warning("%s failed, next attempt in %s: %s", run, delay, summarize(error), extra=extra)
+    return Settlement(run, JobStatus.QUEUED, delay, error=text, entry=entry)

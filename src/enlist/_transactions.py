@@ -1,0 +1,125 @@
+"""The transactions that jobs were written in: whether they have failed, and how they ended, whoever ended them.
+
+A session's transaction can be ended without the session: ``session.connection().commit()``, a COMMIT sent as SQL, the
+owner of a connection that the session has joined. So can a savepoint, or be begun. The connection's own events tell.
+They are on the ``Engine`` class, once: a transaction without jobs pays a dictionary look-up.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from typing import TYPE_CHECKING, Any, Final
+
+import sqlalchemy as sa
+from sqlalchemy import event
+
+from enlist._driver import is_transaction_failed, is_transaction_over, sqlstate
+from enlist.handle import Batch, Ending, JobState, Write
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from enlist._staged import Target
+
+__all__ = ["ENDING_STATEMENT", "has_failed", "note"]
+
+IN_FAILED_TRANSACTION: Final = "25P02"
+
+ENDING_STATEMENT: Final = re.compile(
+    r"(?:\s|--[^\n]*\n|/\*.*?\*/)*"
+    r"(COMMIT|END|ABORT|ROLLBACK(?!\s+(?:(?:WORK|TRANSACTION)\s+)?TO\b)|PREPARE\s+TRANSACTION)\b",
+    re.IGNORECASE | re.DOTALL,
+)
+"""SQL text that ends a transaction; ROLLBACK TO a savepoint does not."""
+
+
+_open: Final[weakref.WeakKeyDictionary[sa.Connection, weakref.WeakSet[Write]]] = weakref.WeakKeyDictionary()
+"""What was written in the open transactions of connections. Weakly: a write refers to its connection."""
+
+_errors: Final[weakref.WeakSet[sa.Connection]] = weakref.WeakSet()
+"""Connections that had an error, of drivers that do not tell whether the transaction has failed."""
+
+
+def note(connection: sa.Connection, target: Target, batch: Batch, queues: Iterable[str] = ()) -> Write:
+    """Note that jobs of a batch are written on a connection, in its transaction."""
+    driver_connection = connection.connection.driver_connection
+    write = Write(connection, driver_connection, target, set(queues), batch, connection.get_nested_transaction())
+    batch.writes.append(write)
+    _open.setdefault(connection, weakref.WeakSet()).add(write)
+    return write
+
+
+def has_failed(write: Write) -> bool:
+    """Whether PostgreSQL would answer a COMMIT of the transaction with a rollback, since a statement has failed."""
+    failed = is_transaction_failed(write.driver_connection)
+    return _had_error(write.connection) if failed is None else failed
+
+
+def _had_error(connection: sa.Connection) -> bool:
+    """Whether the connection's transaction has failed; asks the server, if there ever was an error."""
+    if connection not in _errors:
+        return False
+    try:
+        connection.exec_driver_sql("SELECT 1")
+    except sa.exc.DBAPIError as error:
+        return sqlstate(error) == IN_FAILED_TRANSACTION
+    _errors.discard(connection)
+    return False
+
+
+def _handle_error(context: sa.ExceptionContext) -> None:
+    if context.connection is not None and context.dialect.driver == "asyncpg":
+        _errors.add(context.connection)
+
+
+def _before_cursor_execute(connection: sa.Connection, _cursor: Any, statement: str, *_: Any) -> None:
+    # The first character rules most statements out.
+    if statement[:1] in "SIUDWsiudw" or connection not in _open:
+        return
+    ending = ENDING_STATEMENT.match(statement)
+    # PREPARE TRANSACTION is how SQLAlchemy prepares one; its end is told by an event.
+    if ending is not None and not ending[1].upper().startswith("PREPARE"):
+        _end(connection, Ending.PAST_US)
+
+
+def _rollback_savepoint(connection: sa.Connection, name: str, _context: None) -> None:
+    for write in list(_open.get(connection, ())):
+        # One of the session tells it too, a moment later.
+        if write.batch.state is JobState.INSERTED and _is_within(write.savepoint, name):
+            write.batch.end(JobState.DISCARDED)
+
+
+def _is_within(savepoint: sa.NestedTransaction | None, name: str) -> bool:
+    """Whether a savepoint is the one of a name, or was set in it. Its name and parent are not documented."""
+    while savepoint is not None and savepoint._savepoint != name:
+        savepoint = savepoint._previous_nested
+    return savepoint is not None
+
+
+def _commit(connection: sa.Connection, _xid: Any = None, is_prepared: bool = False) -> None:
+    _end(connection, Ending.COMMIT_SENT, is_prepared)
+
+
+def _rollback(connection: sa.Connection, _xid: Any = None, is_prepared: bool = False) -> None:
+    _end(connection, Ending.ROLLBACK_SENT, is_prepared)
+
+
+def _end(connection: sa.Connection, ending: Ending, is_prepared: bool = False) -> None:
+    for write in _open.pop(connection, ()):
+        # Before it is sent. If the server has none open then, somebody has ended it past SQLAlchemy.
+        past_us = not is_prepared and is_transaction_over(write.driver_connection)
+        write.ending = Ending.PAST_US if past_us else ending
+
+
+_LISTENERS: Final[dict[str, Callable[..., None]]] = {
+    "before_cursor_execute": _before_cursor_execute,
+    "commit": _commit,
+    "commit_twophase": _commit,
+    "handle_error": _handle_error,
+    "rollback": _rollback,
+    "rollback_savepoint": _rollback_savepoint,
+    "rollback_twophase": _rollback,
+}
+for _name, _listener in _LISTENERS.items():
+    event.listen(sa.Engine, _name, _listener)
