@@ -27,6 +27,14 @@ def tests(session: nox.Session, sqlalchemy: str) -> None:
 
 
 @nox.session
+@nox.parametrize("sqlalchemy", ["2.0.40", "2.1"])
+def matrix(session: nox.Session, sqlalchemy: str) -> None:
+    """Run the matrix of session set-ups whole, with the oldest and the newest SQLAlchemy: 40 seconds for each."""
+    session.install("-e", ".[test]", SQLALCHEMYS[sqlalchemy])
+    session.run("pytest", "tests/test_session_matrix.py", "-m", "slow or not slow", "--timeout=600", *session.posargs)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Check style and format with ruff: 1 second."""
     session.install("ruff~=0.17.6")
@@ -52,6 +60,6 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def slow(session: nox.Session) -> None:
-    """Run the tests that take long (marker `slow`): about 15 seconds."""
+    """Run the tests that take long (marker `slow`): about 40 seconds."""
     session.install("-e", ".[test]")
     session.run("pytest", "-m", "slow", "--timeout=600", "-n", "0", *session.posargs)
