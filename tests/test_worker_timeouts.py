@@ -201,10 +201,15 @@ def test_the_timeout_of_one_job_does_not_wait_for_that_of_another(engine: Engine
 def test_what_has_ended_is_not_kept_for_its_timeout(engine: Engine, jobs: Jobs) -> None:
     handlers = HandlerRegistry()
 
-    @handlers.handler("quick", timeout=3600)
+    @handlers.handler("quick, of this test", timeout=3600)
     def quick(session: Session, job: Job[Any]) -> None: ...
 
-    jobs.add_many("quick", 50)
+    def kept() -> list[Run]:
+        gc.collect()
+        found = [one for one in gc.get_objects() if isinstance(one, Run)]
+        return [run for run in found if run.kind == "quick, of this test"]
+
+    jobs.add_many("quick, of this test", 50)
     with running(Worker(engine, handlers, poll_interval=0.05)):
         jobs.wait_all()
-        wait_until(lambda: gc.collect() >= 0 and not any(isinstance(one, Run) for one in gc.get_objects()))
+        wait_until(lambda: not kept())

@@ -263,6 +263,25 @@ def lab(
         raise typer.Exit(1)
 
 
+@bench.command()
+def enqueue(
+    database_url: OwnDatabaseURL = None,
+    repeat: Annotated[int, typer.Option(min=1, max=1000, help="How many rounds to measure.")] = 5,
+    bulk: Annotated[int, typer.Option(min=1, help="How many jobs to enqueue at a time.")] = 100_000,
+    long: Annotated[int, typer.Option(min=0, help="How many jobs to enqueue in one session, to see its memory.")] = (
+        1_000_000
+    ),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure what jobs cost beside rows that are written by hand, how many a second are enqueued, and the memory."""
+    with _extra("demo"):
+        from enlist.bench.enqueue import run_enqueue  # noqa: PLC0415 - of another extra
+    url = None if database_url is None else parse_url(database_url)
+    _configure_logging(LogLevel.ERROR)
+    facts = run_enqueue(url=url, repeat=repeat, bulk_jobs=bulk, long_jobs=long)
+    typer.echo(facts.as_json() if as_json else facts.as_text())
+
+
 @contextmanager
 def _extra(name: str) -> Iterator[None]:
     try:
