@@ -221,7 +221,7 @@ def _storable(source: object, text: str, size: int, max_bytes: int, name: str = 
     if ("Infinity" in text or "NaN" in text) and _NOT_FINITE.search(_STRING.sub("", text)):
         _refuse_values(source, name)
         raise PayloadError(f"{name} has a number that is not finite, which JSON cannot hold")
-    if text.count("[") + text.count("{") > MAX_DEPTH and _depth(text) > MAX_DEPTH:
+    if size > MAX_DEPTH and text.count("[") + text.count("{") > MAX_DEPTH and _depth(text) > MAX_DEPTH:
         raise PayloadError(f"{name} is nested more than {MAX_DEPTH} levels deep")
     if _MAYBE_EXPONENT.search(text) and _EXPONENT.search(text):
         text = _STRING_OR_EXPONENT.sub(_written_out, text)
