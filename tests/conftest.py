@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -17,6 +18,11 @@ from tests.support.databases import SETTINGS, Databases, databases, quick_direct
 from tests.support.leaks import Snapshot, open_connections
 
 pytest_plugins = ["pytester"]
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """A process more than there are cores: most tests wait for something. (On two cores 141 s instead of 160.)"""
+    return (os.cpu_count() or 1) + 1
 
 
 @pytest.fixture(autouse=True)

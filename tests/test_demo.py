@@ -58,6 +58,7 @@ def test_the_demo_from_beginning_to_end() -> None:
     assert not [pid for pid in pids_of(result.stdout) if is_running(pid)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
 def test_a_demo_that_is_ended_cleans_up(
     running_demo: subprocess.Popen[str], observer: Observer, signal_number: signal.Signals
@@ -70,6 +71,7 @@ def test_a_demo_that_is_ended_cleans_up(
     assert not observer.scalar("SELECT count(*) FROM pg_namespace WHERE nspname = 'enlist_demo'")
 
 
+@pytest.mark.slow
 def test_the_workers_of_a_demo_that_is_killed_end(
     running_demo: subprocess.Popen[str], observer: Observer, database_url: URL
 ) -> None:

@@ -71,6 +71,7 @@ def test_a_directory_of_ones_own_is_kept_and_used_again(tmp_path_for_all: Path) 
     assert (directory / "data" / "PG_VERSION").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mode"),
     [("with spaces", 0o755), ('it\'s "quoted" $HOME `x` \\', 0o755), ("long " * 40, 0o755), ("closed", 0o700)],
@@ -151,6 +152,7 @@ def _is_running(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_server_ends_with_its_process(signal_number: signal.Signals) -> None:
     process, pid, runtime, _ = _start()
@@ -160,6 +162,7 @@ def test_a_server_ends_with_its_process(signal_number: signal.Signals) -> None:
     _wait_until_gone(pid, runtime)
 
 
+@pytest.mark.slow
 def test_a_forked_child_does_not_close_its_parents_server() -> None:
     process, pid, runtime, _ = _start("fork")
     _, errors = process.communicate("\n")
@@ -167,6 +170,7 @@ def test_a_forked_child_does_not_close_its_parents_server() -> None:
     _wait_until_gone(pid, runtime)
 
 
+@pytest.mark.slow
 def test_a_kept_server_outlives_its_process_and_says_how_to_end_it() -> None:
     process, pid, runtime, command = _start("keep")
     _, errors = process.communicate("\n")

@@ -63,6 +63,7 @@ async def test_async_tidy(any_async_engine):
 """
 
 
+@pytest.mark.slow
 def test_each_leak_fails_its_test(server: Databases, pytester: pytest.Pytester) -> None:
     result = _run(LEAKY, server, pytester)
     for name, message in LEAKS.items():
@@ -74,6 +75,7 @@ def test_each_leak_fails_its_test(server: Databases, pytester: pytest.Pytester) 
     assert result.returncode == 1
 
 
+@pytest.mark.slow
 def test_what_is_cleared_away_is_no_leak(server: Databases, pytester: pytest.Pytester) -> None:
     result = _run(TIDY, server, pytester)
     assert "3 passed" in result.stdout
