@@ -60,6 +60,6 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def slow(session: nox.Session) -> None:
-    """Run the tests that take long (marker `slow`): about 40 seconds."""
+    """Run the tests that take long (marker `slow`): 2 to 3 minutes."""
     session.install("-e", ".[test]")
-    session.run("pytest", "-m", "slow", "--timeout=600", "-n", "0", *session.posargs)
+    session.run("pytest", "-m", "slow", "--timeout=600", "-n", "2", *session.posargs)

@@ -30,6 +30,7 @@ from tests.support import Observer, wait_until
 ORDERS = 300
 
 
+@pytest.mark.slow
 def test_the_demo_from_beginning_to_end() -> None:
     # As a user has it: a process, a server of its own.
     result = subprocess.run(

@@ -236,7 +236,7 @@ ASYNC_ENDS: dict[str, Callable[[AsyncSession], Coroutine[Any, Any, object]]] = {
 }
 
 
-@pytest.mark.parametrize("swallowed", [False, True], ids=["raised", "swallowed"])
+@pytest.mark.parametrize("swallowed", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["raised", "swallowed"])
 @pytest.mark.parametrize("name", ASYNC_ENDS)
 def test_ending_an_async_sessions_transaction_fails_the_attempt(
     name: str, swallowed: bool, any_async_engine: AsyncEngine, jobs: Jobs

@@ -65,6 +65,7 @@ def effects(runs: Counter[Any] | None = None) -> HandlerRegistry:
 # -- at the start --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_it_waits_for_a_server_that_is_not_there_yet(
     private_server: EmbeddedServer, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -157,6 +158,7 @@ def test_it_survives_a_network_that_comes_and_goes(network: Network, jobs: Jobs,
     assert jobs.effects_by_job() == dict.fromkeys(ids, 1)
 
 
+@pytest.mark.slow
 def test_every_housekeeping_connection_may_be_killed(engine: Engine, jobs: Jobs, observer: Observer) -> None:
     ids = jobs.add_many("work", 50)
     with running(Worker(engine, effects(), lease=1, poll_interval=0.05)):
