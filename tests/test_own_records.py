@@ -28,6 +28,7 @@ from enlist import (
     SessionError,
     Worker,
 )
+from enlist.migrations import verify_schema
 from tests.jobs import Note, state_of
 from tests.support import StatementRecorder
 
@@ -244,6 +245,8 @@ def test_a_table_without_defaults_in_python_takes_one_parameter(tables: Engine, 
         ({1: 2}, "has 1, which is no column"),
         ([("cents", 1)], "must be a dict of AppJob's own columns"),
         ("cents", "must be a dict of AppJob's own columns"),
+        ("", "must be a dict of AppJob's own columns"),
+        (0, "must be a dict of AppJob's own columns"),
     ],
 )
 def test_wrong_values_are_refused_at_the_call(tables: Engine, values: Any, message: str) -> None:
@@ -435,3 +438,42 @@ def test_relationships_for_reading_are_taken() -> None:
     base = _relationships("all for reading")
     base.registry.configure()
     base.registry.dispose()
+
+
+ODD = 'a%"b c'
+
+
+def test_names_may_be_odd(engine: Engine) -> None:
+    """Of the schema, the table and the application's columns: for the flush, COPY and a worker."""
+
+    class Own(DeclarativeBase):
+        pass
+
+    class OddJob(JobRecordMixin, Own):
+        __tablename__ = "100% jobs"
+        __table_args__ = {"schema": ODD}
+
+        note: Mapped[str | None] = mapped_column('n%o"te')
+
+    with engine.begin() as connection:
+        connection.execute(sa.schema.CreateSchema(ODD))
+        Own.metadata.create_all(connection)
+        verify_schema(connection, record=OddJob)
+        assert connection.scalar(sa.text("SELECT reloptions FROM pg_class WHERE relname = '100% jobs'")) is not None
+    odd = JobRepository(record=OddJob)
+    with Session(engine) as session:
+        odd.enqueue(session, Note(text="a"), values={"note": "x"})
+        odd.enqueue(session, Note(text="b"), unique_key="k", on_conflict="replace")
+        odd.enqueue_many(session, [Note(text="c")] * 1500)
+        session.commit()
+        assert odd.cancel(session, OddJob.payload["text"].astext == "b")
+        session.commit()
+    handlers = HandlerRegistry()
+
+    @handlers.handler(Note)
+    def note(session: Session, job: Job[Note]) -> None: ...
+
+    Worker(engine, handlers, record=OddJob).drain(timeout=30)
+    with Session(engine) as session:
+        assert odd.counts(session)[JobStatus.DONE] == 1501
+        assert session.scalars(sa.select(OddJob.note).where(OddJob.note.is_not(None))).all() == ["x"]

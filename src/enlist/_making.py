@@ -138,7 +138,7 @@ class JobMaker:
         elif concurrency_limit is not None:
             raise InvalidOption(f"concurrency_limit {concurrency_limit!r} needs a concurrency_key")
         meta_text = None if meta is None else encode_data(meta, self._max_bytes, "meta")
-        own = self._values(values) if values or self._target.required else None
+        own = None if values is None and not self._target.required else self._values(values)
         call = NO_OPTIONS
         if any(option is not None for option in (unique, concurrency_key, run_at, wait, meta_text, own)):
             call = CallOptions(unique, concurrency_key, concurrency_limit, run_at, wait, meta_text, own)
@@ -173,7 +173,7 @@ class JobMaker:
             )
         return StagedJob(self._target, options, text, call)
 
-    def _values(self, values: Mapping[str, Any] | None) -> Values:
+    def _values(self, values: Mapping[str, Any] | None) -> Values | None:
         target = self._target
         name = target.mapper.class_.__name__
         if not isinstance(values, Mapping | None):
@@ -189,6 +189,8 @@ class JobMaker:
             raise InvalidOption(
                 f"{name}.{min(missing)} can be neither NULL nor defaulted: give it, values={{{min(missing)!r}: ...}}"
             )
+        if not given:
+            return None
         return Values(given, _calling_line() if any(map(callable, given.values())) else "")
 
     def _encoded(self, kind: str | None, value: Any, overrides: _Overrides) -> tuple[PayloadOptions, str]:

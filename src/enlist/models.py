@@ -10,6 +10,7 @@ from typing import Any, Final
 import sqlalchemy as sa
 from sqlalchemy import event
 from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import DeclarativeBase, Mapped, Mapper, mapped_column
 
 from enlist.exceptions import ConfigurationError, InvalidOption
@@ -157,10 +158,17 @@ def _complete_table(mapper: Mapper[Any], _class: type[JobRecordMixin]) -> None:
     if isinstance(table, sa.Table) and "enlist" not in table.info:
         table.info["enlist"] = True
         add_constraints_and_indexes(table)
-        # Not the dialect's own option for tables: SQLAlchemy 2.0 has none.
-        parameters = ", ".join(f"{name} = {value}" for name, value in STORAGE_PARAMETERS.items())
-        statement = f"ALTER TABLE %(fullname)s SET ({parameters})"
-        event.listen(table, "after_create", sa.DDL(statement))  # type: ignore[no-untyped-call]
+        event.listen(table, "after_create", _SetStorageParameters())
+
+
+class _SetStorageParameters(sa.schema.ExecutableDDLElement):
+    """ALTER TABLE ... SET: SQLAlchemy 2.0 has no option of the dialect for it, and ``DDL()`` doubles a % in a name."""
+
+
+@compiles(_SetStorageParameters)
+def _alter_table(element: _SetStorageParameters, compiler: Any, **_: Any) -> str:
+    parameters = ", ".join(f"{name} = {value}" for name, value in STORAGE_PARAMETERS.items())
+    return f"ALTER TABLE {compiler.preparer.format_table(element.target)} SET ({parameters})"
 
 
 @event.listens_for(Mapper, "mapper_configured")
