@@ -454,6 +454,9 @@ def test_names_may_be_odd(engine: Engine) -> None:
         __table_args__ = {"schema": ODD}
 
         note: Mapped[str | None] = mapped_column('n%o"te')
+        at: Mapped[int | None]  # as a word that the statements use themselves
+        delay: Mapped[int | None]
+        hold: Mapped[int | None]
 
     with engine.begin() as connection:
         connection.execute(sa.schema.CreateSchema(ODD))
@@ -462,7 +465,7 @@ def test_names_may_be_odd(engine: Engine) -> None:
         assert connection.scalar(sa.text("SELECT reloptions FROM pg_class WHERE relname = '100% jobs'")) is not None
     odd = JobRepository(record=OddJob)
     with Session(engine) as session:
-        odd.enqueue(session, Note(text="a"), values={"note": "x"})
+        odd.enqueue(session, Note(text="a"), values={"note": "x", "at": 1, "delay": 2, "hold": 3})
         odd.enqueue(session, Note(text="b"), unique_key="k", on_conflict="replace")
         odd.enqueue_many(session, [Note(text="c")] * 1500)
         session.commit()

@@ -18,6 +18,7 @@ from sqlalchemy.orm import Session, aliased, scoped_session, sessionmaker
 
 from enlist import (
     Changes,
+    EnqueueOptions,
     HandlerRegistry,
     InvalidOption,
     Job,
@@ -35,6 +36,7 @@ from tests.jobs import Note
 from tests.shop import Effect, Order
 from tests.support import Observer, StatementRecorder
 from tests.support.jobs import Jobs, running
+from tests.support.waiting import wait_until
 
 repo = JobRepository()
 
@@ -934,3 +936,52 @@ def test_a_delay_is_as_long_as_it_says_when_the_clocks_change(database_url: URL,
     assert len(late) == 3
     for kind, seconds in late:
         assert abs(seconds - delay.total_seconds()) < 60, kind
+
+
+def test_retries_and_enqueues_of_the_same_keys_do_not_deadlock(engine: Engine, observer: Observer) -> None:
+    """Both take many keys: one after the other in the order of the keys, whatever the order of ids and calls."""
+    rounds, count = 8, 300
+    with Session(engine) as session, session.begin():
+        keys = [f"{number * 7919 % count:03}" for number in range(count)]
+        for round_ in range(rounds):
+            options = [EnqueueOptions(unique_key=f"{round_}-{key}") for key in keys]
+            repo.enqueue_many(session, [(Note(), each) for each in options])
+    observer.execute("UPDATE enlist_job SET status = 'dead', unique_held = false")
+
+    def retry(round_: int) -> None:
+        with Session(engine) as session, session.begin():
+            repo.retry(session, JobRecord.unique_key.startswith(f"{round_}-"), JobRecord.status == JobStatus.DEAD)
+
+    def enqueue(round_: int) -> None:
+        with Session(engine) as session, session.begin():
+            for key in keys:
+                repo.enqueue(session, Note(), unique_key=f"{round_}-{key}")
+
+    with ThreadPoolExecutor(2) as pool:
+        for round_ in range(rounds):
+            for future in [pool.submit(retry, round_), pool.submit(enqueue, round_)]:
+                future.result(30)
+    assert observer.scalar("SELECT count(*) FROM enlist_job WHERE unique_held") == rounds * count
+
+
+def test_a_job_that_its_worker_ends_while_it_is_retried_is_judged_as_it_is_then(
+    engine: Engine, jobs: Jobs, observer: Observer
+) -> None:
+    """The retry waits for the worker's lock; what it saw before was a running job."""
+    job_id = jobs.add("note")
+    observer.execute("UPDATE enlist_job SET status = 'running', attempt = 1, locked_until = now(), started_at = now()")
+    changes: list[Changes] = []
+
+    def retry() -> None:
+        with Session(engine) as session, session.begin():
+            changes.append(repo.retry(session, job_id))
+
+    with engine.connect() as worker:
+        worker.execute(sa.text("UPDATE enlist_job SET status = 'dead', locked_until = NULL, finished_at = now()"))
+        thread = threading.Thread(target=retry)
+        thread.start()
+        wait_until(lambda: observer.scalar("SELECT count(*) FROM pg_locks WHERE NOT granted"))
+        worker.commit()
+        thread.join(10)
+    assert changes[0].changed == [job_id]
+    assert jobs.status(job_id) == "queued"

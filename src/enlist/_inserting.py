@@ -13,7 +13,7 @@ import sqlalchemy as sa
 
 from enlist._copying import can_copy, copy_jobs, is_copyable
 from enlist._staged import NO_OPTIONS
-from enlist._statements import INSERT_LIMIT
+from enlist._statements import INSERT_LIMIT, OWN
 from enlist.exceptions import SchemaError, UniqueKeyContended
 from enlist.models import JobStatus
 
@@ -309,15 +309,15 @@ def _parameters(target: Target, row: Row) -> dict[str, Any]:
         "queue": options.queue,
         "max_attempts": options.max_attempts,
         "priority": options.priority,
-        "payload_text": latest.payload,
+        f"{OWN}payload": latest.payload,
         "unique_key": None if unique is None else unique.key,
         "unique_until": None if unique is None else unique.until,
         "unique_held": unique is not None,
-        "hold_text": None if unique is None else _interval(unique.hold),
+        f"{OWN}hold": None if unique is None else _interval(unique.hold),
         "concurrency_key": call.concurrency_key,
         "concurrency_limit": call.concurrency_limit,
-        "at": latest.call.run_at,
-        "delay_text": _interval(latest.call.delay),
-        "meta_text": call.meta or "{}",
+        f"{OWN}run_at": latest.call.run_at,
+        f"{OWN}delay": _interval(latest.call.delay),
+        f"{OWN}meta": call.meta or "{}",
         **{target.columns[name].key: value for name, value in given.items()},
     }

@@ -26,7 +26,7 @@ from typing import Any, Final, NamedTuple
 import sqlalchemy as sa
 from sqlalchemy.dialects.postgresql import ARRAY, INTERVAL, JSONB, JSONPATH, insert
 
-__all__ = ["CLAIM_LIMIT", "INSERT_LIMIT", "Statements", "channel_of", "statements_for"]
+__all__ = ["CLAIM_LIMIT", "INSERT_LIMIT", "OWN", "Statements", "channel_of", "statements_for"]
 
 INSERT_LIMIT: Final = 1000
 """Most jobs of one INSERT."""
@@ -36,6 +36,9 @@ CLAIM_LIMIT: Final = 1000
 
 KEYED_FRONT: Final = 200
 """How many jobs with a concurrency key, of those whose key has a slot free, one claim looks at in a queue."""
+
+OWN: Final = "enlist: "
+"""Beginning of a parameter's name that no column of an application has."""
 
 ERRORS_KEPT: Final = 10
 """How many errors of a job are kept, the latest."""
@@ -211,10 +214,10 @@ class Statements:
         Their types may be any: an array in an array would be flattened by ``unnest``, and some types wrap their
         parameters in SQL. SQLAlchemy puts the sets into one statement, with the defaults that Python makes.
         """
-        text = {name: sa.bindparam(f"{name}_text", type_=sa.Text) for name in ("payload", "meta", "delay", "hold")}
+        text = {name: sa.bindparam(f"{OWN}{name}", type_=sa.Text) for name in ("payload", "meta", "delay", "hold")}
         jsonb = self.table.c.payload.type
         times = self._times(
-            sa.bindparam("at", type_=sa.DateTime(timezone=True)),
+            sa.bindparam(f"{OWN}run_at", type_=sa.DateTime(timezone=True)),
             sa.cast(text["delay"], INTERVAL),
             sa.cast(text["hold"], INTERVAL),
         )
@@ -939,15 +942,20 @@ class Statements:
         )
 
     def _judged(self, found: Any, verdict: Any) -> Any:
-        return sa.select(found.c.id, found.c.status, verdict.label("verdict")).cte("judged").prefix_with("MATERIALIZED")
+        columns = [found.c.id, found.c.status, found.c.kind, found.c.unique_key, verdict.label("verdict")]
+        return sa.select(*columns).cte("judged").prefix_with("MATERIALIZED")
 
     def _fitting(self, fits: Any) -> Any:
         """The jobs of ``ids`` with the verdict: changed if the command fits, else unchanged; a CTE."""
         found = self._found()
         return self._judged(found, sa.case((fits(found.c), _word("changed")), else_=_word("unchanged")))
 
-    def _command(self, judged: Any, values: dict[str, Any]) -> Any:
+    def _command(self, judged: Any, values: dict[str, Any], *, by_key: bool = False) -> Any:
         """Change the jobs whose verdict is "changed", and tell of each what became of it.
+
+        With ``by_key`` one after the other in the order of their unique keys, as jobs are inserted: who takes the
+        same keys waits instead of deadlocking. (For the ten ids that are expected of any array a join is a loop
+        that probes the primary key in that order.)
 
         Rows (id, verdict, status, woken): of the others the status; of those that are due now the queue, whose
         workers are to be woken. One statement: between the look and the change nobody can come.
@@ -955,9 +963,11 @@ class Statements:
         c = self.table.c
         is_changed = judged.c.verdict == _word("changed")
         is_due = sa.and_(_has_status(c, "queued"), c.run_at <= _NOW)
+        ids = sa.select(judged.c.id).where(is_changed)
+        in_order = ids.order_by(judged.c.kind, judged.c.unique_key).subquery("in_order")
         changed = (
             sa.update(self.table)
-            .where(c.id == _among(sa.select(judged.c.id).where(is_changed)))
+            .where(c.id == (in_order.c.id if by_key else _among(ids)))
             .values(values)
             .returning(c.id, sa.case((is_due, c.queue)).label("woken"))
             .cte("changed")
@@ -1021,12 +1031,15 @@ class Statements:
             "attempt": sa.case((_has_status(c, *FINISHED), sa.literal_column("0")), else_=c.attempt),
             "lease_token": c.lease_token + 1,
             "unique_held": sa.or_(c.unique_held, takes_key(c)),
+            # Of a job that runs no more: the checks are made on the row as the statement saw it first, too.
+            "concurrency_slot": None,
             "locked_by": None,
+            "locked_until": None,
             "run_at": _NOW,
             "started_at": None,
             "finished_at": None,
         }
-        return Command(self._command(self._judged(found, verdict), values), fits(c))
+        return Command(self._command(self._judged(found, verdict), values, by_key=True), fits(c))
 
     def _release_lapsed(self) -> sa.Executable:
         """Take the unique keys of ``ids`` from the jobs that hold them for ``unique_for`` alone, if that is over."""
