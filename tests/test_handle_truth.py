@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import gc
+import pickle
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ from psycopg import sql
 from sqlalchemy import URL, Engine, event
 from sqlalchemy.orm import Session
 
-from enlist import JobRecord, JobRepository, JobState, SessionError
+from enlist import JobHandle, JobRecord, JobRepository, JobState, SessionError
 from tests.jobs import Note, state_of, texts
 from tests.shop import Order
 from tests.support import Observer
@@ -226,3 +229,56 @@ def test_a_savepoint_of_the_connection_within_one_of_the_session(engine: Engine,
         session.commit()
     assert (kept.state, gone.state) == (JobState.COMMITTED, JobState.DISCARDED)
     assert texts(observer) == ["kept"]
+
+
+def test_a_savepoint_that_is_rolled_back_as_sql_leaves_doubt(engine: Engine, observer: Observer) -> None:
+    with Session(engine) as session:
+        session.execute(sa.text("SAVEPOINT mine"))
+        handle = repo.enqueue(session, Note(text="a"))
+        session.flush()
+        session.execute(sa.text("ROLLBACK TO SAVEPOINT mine"))
+        assert state_of(handle) is JobState.UNKNOWN
+        after = repo.enqueue(session, Note(text="b"))
+        session.commit()
+    assert [state_of(each) for each in (handle, after)] == [JobState.UNKNOWN, JobState.COMMITTED]
+    assert texts(observer) == ["b"]
+
+
+def test_what_fails_before_anything_is_sent_is_discarded(engine: Engine, observer: Observer) -> None:
+    def refuse(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        if "enlist_job" in statement:
+            raise ValueError("not this one")
+
+    with Session(engine) as session:
+        handle = repo.enqueue(session, Note(text="a"))
+        event.listen(engine, "before_cursor_execute", refuse)
+        with pytest.raises(ValueError, match="not this one"):
+            session.commit()
+        event.remove(engine, "before_cursor_execute", refuse)
+        session.rollback()
+    assert handle.state is JobState.DISCARDED
+    assert texts(observer) == []
+
+
+def test_a_transaction_without_jobs_is_not_listened_to(engine: Engine) -> None:
+    with Session(engine) as session:
+        connection = session.connection()
+        assert not list(connection.dispatch.before_cursor_execute)
+        repo.enqueue(session, Note())
+        session.flush()
+        assert len(list(connection.dispatch.before_cursor_execute)) == 1
+        session.commit()
+        assert not list(connection.dispatch.before_cursor_execute)
+
+
+def test_a_copy_of_a_handle_is_the_handle(engine: Engine) -> None:
+    @dataclasses.dataclass
+    class Answer:
+        handle: JobHandle
+
+    with Session(engine) as session:
+        handle = repo.enqueue(session, Note())
+        assert copy.copy(handle) is copy.deepcopy(handle) is handle
+        assert dataclasses.asdict(Answer(handle)) == {"handle": handle}
+        with pytest.raises(TypeError, match=r"handle\.id"):
+            pickle.dumps(handle)

@@ -480,3 +480,44 @@ def test_names_may_be_odd(engine: Engine) -> None:
     with Session(engine) as session:
         assert odd.counts(session)[JobStatus.DONE] == 1501
         assert session.scalars(sa.select(OddJob.note).where(OddJob.note.is_not(None))).all() == ["x"]
+
+
+@pytest.mark.parametrize("how", ["single table", "joined", "concrete", "a discriminator", "a renamed column"])
+def test_a_job_class_that_has_no_table_for_itself_is_refused(how: str) -> None:
+    class Own(DeclarativeBase):
+        pass
+
+    def define() -> None:
+        if how == "a discriminator":
+
+            class Typed(JobRecordMixin, Own):
+                __tablename__ = "typed"
+                type: Mapped[str]
+                __mapper_args__ = {"polymorphic_on": "type"}
+
+        elif how == "a renamed column":
+
+            class Renamed(JobRecordMixin, Own):
+                __tablename__ = "renamed"
+                meta: Mapped[dict[str, Any]] = mapped_column("job_meta", JSONB)
+
+        else:
+
+            class First(JobRecordMixin, Own):
+                __tablename__ = "base"
+
+            if how == "single table":
+
+                class Single(First):
+                    pass
+
+            else:
+
+                class Sub(First):
+                    __tablename__ = "sub"
+                    id: Mapped[uuid.UUID] = mapped_column(ForeignKey("base.id"), primary_key=True)
+                    __mapper_args__ = {"concrete": how == "concrete"}
+
+    with pytest.raises(ConfigurationError, match=r"(mapped with inheritance|has no column 'meta')"):
+        define()
+    Own.registry.dispose()

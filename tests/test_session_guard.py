@@ -480,3 +480,31 @@ def test_a_transaction_ended_on_the_drivers_connection_is_noticed(
     row = run_plain(engine, jobs, body)
     assert row["status"] == "queued"
     assert "driver's connection" in row["last_error"]
+
+
+# -- sessions that route ----------------------------------------------------------------------------------------------
+
+
+def test_a_session_that_sends_reads_elsewhere_writes_the_status_where_it_writes_rows(
+    engine: Engine, database_url: URL, jobs: Jobs
+) -> None:
+    reader = sa.create_engine(database_url, connect_args={"options": "-c default_transaction_read_only=on"})
+
+    class RoutingSession(Session):
+        def get_bind(self, mapper: Any = None, *, clause: Any = None, **rest: Any) -> Engine:
+            writes = self._flushing or isinstance(clause, (sa.Update, sa.Delete, sa.Insert))
+            return engine if writes else reader
+
+    handlers = HandlerRegistry()
+
+    @handlers.handler("routed", hold_lock=True)
+    def routed(session: Session, job: Job[Any]) -> None:
+        session.scalar(sa.select(sa.func.count()).select_from(Order))
+        session.add(Effect(job_id=job.id))
+
+    job_id = jobs.add("routed")
+    Worker(sessionmaker(engine, class_=RoutingSession), handlers).drain(timeout=20)
+    reader.dispose()
+    assert jobs.row(job_id)["last_error"] is None
+    assert jobs.status(job_id) == "done"
+    assert len(jobs.effects(job_id)) == 1

@@ -228,6 +228,7 @@ def test_drain_needs_a_transaction_to_work_in(engine: Engine) -> None:
 def test_nothing_is_left_on_the_connection(session: Session, connection: sa.Connection) -> None:
     for number in range(3):
         repo.enqueue(session, Note(text=str(number)))
+    session.flush()
     before = list(connection.dispatch.before_cursor_execute)
     drain(session, noting(hold_lock=True))
     assert list(connection.dispatch.before_cursor_execute) == before
@@ -980,3 +981,53 @@ def test_the_fixtures_and_tests_of_the_documentation_pass(
     result = pytester.runpytest_subprocess("-q", "-p", "no:cacheprovider", "-p", "no:xdist")
     result.assert_outcomes(passed=len(files) - 1)
     assert nothing_is_committed(observer)
+
+
+# -- sessions of the application's own make ---------------------------------------------------------------------------
+
+
+def test_a_session_class_with_arguments_of_its_own(connection: sa.Connection) -> None:
+    """As an extension of a web framework has it: nobody here knows what its __init__ takes."""
+
+    class OwnSession(Session):
+        def __init__(self, application: str, **options: Any) -> None:
+            super().__init__(**options)
+            self.application = application
+
+    seen: list[Any] = []
+    handlers = HandlerRegistry()
+
+    @handlers.handler(Note)
+    def handle(session: OwnSession, job: Job[Note]) -> None:
+        seen.append((session.application, session.info["tenant"]))
+        session.add(Order(ref=job.payload.text))
+
+    options: dict[str, Any] = {"join_transaction_mode": "create_savepoint", "info": {"tenant": "a"}}
+    with OwnSession("shop", bind=connection, **options) as session:
+        repo.enqueue(session, Note(text="A-1"))
+        assert len(drain(session, handlers).done) == 1
+        assert session.scalars(sa.select(Order.ref)).all() == ["A-1"]
+    assert seen == [("shop", "a")]
+
+
+async def test_an_async_session_class_with_arguments_of_its_own(any_async_engine: AsyncEngine) -> None:
+    class OwnSession(AsyncSession):
+        def __init__(self, application: str, **options: Any) -> None:
+            super().__init__(**options)
+            self.application = application
+
+    seen: list[str] = []
+    handlers = HandlerRegistry()
+
+    @handlers.handler(Note)
+    async def handle(session: OwnSession, job: Job[Note]) -> None:
+        seen.append(session.application)
+        session.add(Order(ref=job.payload.text))
+
+    async with any_async_engine.connect() as connection:
+        options: dict[str, Any] = {"join_transaction_mode": "create_savepoint"}
+        async with OwnSession("shop", bind=connection, **options) as session:
+            repo.enqueue(session, Note(text="A-1"))
+            assert len((await drain(session, handlers)).done) == 1
+            assert (await session.scalars(sa.select(Order.ref))).all() == ["A-1"]
+    assert seen == ["shop"]

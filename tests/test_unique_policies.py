@@ -224,6 +224,57 @@ def test_of_two_that_find_a_lapsed_key_one_gets_it(engine: Engine, observer: Obs
     assert second[0].existing_id == first.id
 
 
+# -- until the start --------------------------------------------------------------------------------------------------
+
+
+def test_a_job_does_not_start_before_what_a_refused_twin_is_about_is_committed(engine: Engine, jobs: Jobs) -> None:
+    """Else it would run without seeing it, and nobody would run again."""
+    first = enqueue(engine, unique_until="started")
+    with running(worker(engine, something)), Session(engine) as session:
+        jobs.wait(first.id)
+        second = repo.enqueue(session, Note(), unique_key="k", unique_until="started", delay=0.01)
+        session.commit()
+        jobs.wait(second.id)
+    third = enqueue(engine, unique_until="started")
+    with Session(engine) as session, Session(engine) as other:
+        session.add(Counter(name="c", value=1))
+        for each in (session, other):  # several may wait for the same job
+            refused = repo.enqueue(each, Note(), unique_key="k", unique_until="started")
+            each.flush()
+            assert refused.existing_id == third.id
+        worker(engine, something).drain(timeout=20)
+        assert jobs.status(third.id) == "queued"
+        other.commit()
+        session.commit()
+    worker(engine, something).drain(timeout=20)
+    assert jobs.status(third.id) == "done"
+
+
+def test_a_twin_that_a_worker_takes_just_now_is_no_twin(engine: Engine, observer: Observer) -> None:
+    first = enqueue(engine, unique_until="started")
+    with engine.connect() as claim:
+        claim.execute(
+            sa.text(
+                "UPDATE enlist_job SET status = 'running', locked_until = now() + interval '60 s', unique_held = false"
+            )
+        )
+        second: list[JobHandle] = []
+        thread = threading.Thread(target=lambda: second.append(enqueue(engine, unique_until="started")))
+        thread.start()
+        wait_until(lambda: observer.scalar("SELECT count(*) FROM pg_locks WHERE NOT granted") == 1)
+        claim.commit()
+        thread.join(10)
+    assert second[0].inserted
+    assert observer.scalar("SELECT id FROM enlist_job WHERE unique_held") == second[0].id != first.id
+
+
+def test_a_key_that_an_older_release_left_with_a_done_job_is_free(engine: Engine, observer: Observer) -> None:
+    """In a rolling deployment a worker that knows no unique_until ends the job."""
+    enqueue(engine, unique_until="finished")
+    observer.execute("UPDATE enlist_job SET status = 'done', finished_at = now()")  # and nothing else
+    assert enqueue(engine).inserted
+
+
 # -- replace ----------------------------------------------------------------------------------------------------------
 
 
@@ -327,6 +378,16 @@ def test_calls_of_one_key_count_in_their_order(
     last = max((index for index, call in enumerate(calls) if call == "r"), default=None)
     expected = rows if not twin else (["before"] if last is None else ["abcde"[last]])
     assert texts(observer) == expected
+
+
+def test_a_twin_that_waits_for_its_retry_begins_anew(engine: Engine, jobs: Jobs, observer: Observer) -> None:
+    """What it failed with was another payload."""
+    first = enqueue(engine, "a", max_attempts=3)
+    observer.execute("UPDATE enlist_job SET attempt = 2, run_at = now() + interval '1 h', last_error = 'of a'")
+    second = enqueue(engine, "b", on_conflict="replace")
+    row = jobs.row(first.id)
+    assert second.replaced
+    assert (row["attempt"], row["payload"], row["last_error"]) == (0, {"text": "b"}, "of a")
 
 
 def test_replacing_is_undone_with_its_savepoint(engine: Engine, observer: Observer) -> None:

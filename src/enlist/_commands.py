@@ -48,7 +48,7 @@ class Changes:
     superseded: list[uuid.UUID] = field(default_factory=list)
     """The jobs that were not queued again, since another holds their unique key (``retry`` alone); by id."""
     unchanged: dict[uuid.UUID, JobStatus] = field(default_factory=dict)
-    """The jobs that are in no state for the command, with their status; by id."""
+    """The jobs whose ids were given and that are in no state for the command, with their status; by id."""
     missing: list[uuid.UUID] = field(default_factory=list)
     """The ids that were given and that no job has, in their order."""
 
@@ -79,11 +79,9 @@ def change(
     unchanged: dict[uuid.UUID, JobStatus] = {}
     ids = picked.ids
     if ids is None:
-        found = target.statements.picked(command.fits, picked.conditions, limit)
+        free = [] if limit is None or command.free is None else [command.free]
+        found = target.statements.picked(command.fits, [*free, *picked.conditions], limit)
         ids = list(connection.execute(found, execution_options=_PLAIN).scalars())
-        if limit is None:
-            others = target.statements.others(command.fits, picked.conditions)
-            unchanged = {row.id: row.status for row in connection.execute(others, execution_options=_PLAIN)}
     rows = _run(connection, target, command, ids, parameters) if ids else []
     verdicts: dict[str, list[uuid.UUID]] = {"changed": [], "superseded": []}
     queues: set[str] = set()
@@ -94,7 +92,7 @@ def change(
             verdicts[row.verdict].append(row.id)
         if row.woken is not None:
             queues.add(row.woken)
-    if queues and target.notify is not None:
+    if rows:
         notify_in_time(session, connection, target, queues)
         note_write(session, target, connection, queues)
     _refresh(session, target, connection, verdicts["changed"])
@@ -153,8 +151,9 @@ def prune(session: Session, target: Target, conditions: Sequence[Any], older_tha
     statement = target.statements.prune(_conditions(target, conditions))
     found = _connection(session, target).execute(statement, parameters, execution_options=_PLAIN)
     deleted = list(found.scalars())
-    for record in _loaded(session, target, deleted).values():
-        session.expunge(record)
+    loaded = _loaded(session, target, deleted)
+    # Undocumented; what SQLAlchemy does for its own DELETE of many rows: a rollback brings them back.
+    session._remove_newly_deleted([sa.inspect(record) for record in loaded.values()])
     return len(deleted)
 
 
@@ -193,8 +192,9 @@ def _refresh(session: Session, target: Target, connection: sa.Connection, ids: l
     # Undocumented; what SQLAlchemy does for its own UPDATE of many rows: a savepoint's rollback expires them.
     session._register_altered([sa.inspect(record) for record in loaded.values()])
     for row in connection.execute(target.statements.present, {"ids": list(loaded)}, execution_options=_PLAIN):
+        as_it_was = sa.inspect(loaded[row.id]).unmodified
         for name, value in row._mapping.items():
-            if name != "id":
+            if name != "id" and name in as_it_was:
                 set_committed_value(loaded[row.id], name, value)
 
 

@@ -17,6 +17,7 @@ from sqlalchemy import event
 from sqlalchemy.util import await_only
 
 from enlist._staged import NO_OPTIONS
+from enlist.exceptions import ConfigurationError
 
 if TYPE_CHECKING:
     from enlist._staged import StagedJob
@@ -99,7 +100,11 @@ def copy_jobs(connection: sa.Connection, statements: Statements, jobs: list[Stag
     while sent < len(jobs):
         copy = _Copy(left, table.name, schema, columns)
         connection.exec_driver_sql(statement, execution_options={**_OPTIONS, _COPY: copy})
-        assert copy.sent, "another listener of do_execute has taken the COPY"
+        if not copy.sent:
+            raise ConfigurationError(
+                "another listener of the event do_execute has run the COPY of jobs: it must return None for a context"
+                f" with the execution option {_COPY!r}"
+            )
         sent += copy.sent
         made += copy.made
     return made

@@ -85,6 +85,7 @@ class Inline:
         table = self._mapper.local_table
         assert isinstance(table, sa.Table)
         self._statements = statements_for(table)
+        self._write = sa.update(table)  # for sessions that send reads elsewhere, and tell them by the statement
         self._asked = {"kinds": list(handlers.kinds), "queues": queues}
         self._with_scheduled = with_scheduled
         self._raise_errors = raise_errors
@@ -95,7 +96,7 @@ class Inline:
         """The runs so far: how each ended, None for done, and by what exception."""
 
     def _connection(self) -> sa.Connection:
-        return self._session.connection(bind_arguments={"mapper": self._mapper})
+        return self._session.connection(bind_arguments={"mapper": self._mapper, "clause": self._write})
 
     def run(self) -> None:
         """Run what is due until nothing is."""
@@ -237,7 +238,7 @@ class Inline:
         for rerun in itertools.count():
             guard = self._guard(run)
             try:
-                bind = await self._async.connection(bind_arguments={"mapper": self._mapper})
+                bind = await self._async.connection(bind_arguments={"mapper": self._mapper, "clause": self._write})
                 session = join_async(self._async, bind, guard)
                 try:
                     self._enter(session)

@@ -116,7 +116,7 @@ def _insert_rows(
             return own
         if any(row.job.call.unique is None for row in refused):
             raise _kept_out(target)
-        pending = _undecided(connection, target, refused, running, own)
+        pending = _undecided(connection, target, refused, queues=queues, running=running, own=own)
         if not pending:
             return own
     kind, key = pending[0].key
@@ -216,13 +216,20 @@ def _execute(connection: sa.Connection, target: Target, rows: list[Row], queues:
 
 
 def _undecided(
-    connection: sa.Connection, target: Target, refused: list[Row], running: uuid.UUID | None, own: list[Row]
+    connection: sa.Connection,
+    target: Target,
+    refused: list[Row],
+    *,
+    queues: set[str],
+    running: uuid.UUID | None,
+    own: list[Row],
 ) -> list[Row]:
     """Look who holds the keys; return the rows that are to be tried again, since the key is free or was freed now."""
     keys = dict.fromkeys(row.key for row in refused)
     parameters = {"kinds": [kind for kind, _ in keys], "keys": [key for _, key in keys]}
     found = connection.execute(target.statements.holders, parameters, execution_options=_PLAIN)
     holders = {(holder.kind, holder.unique_key): holder for holder in found}
+    kept = _kept(connection, target, [holders[row.key] for row in refused if not row.replaces and row.key in holders])
     again: list[Row] = []
     release: dict[tuple[str, str], bool] = {}
     done: list[Row] = []
@@ -233,10 +240,14 @@ def _undecided(
             again.append(row)
             if holder is not None:
                 release[row.key] = row.replaces or release.get(row.key, False)
+        elif holder.waits and holder.id not in kept:  # a worker has taken it just now
+            again.append(row)
         elif holder.id == running:
             own.append(row)
         else:
             row.refused_by(holder.id)
+            if holder.waits:  # workers that pass it by now are to look again after the commit
+                queues.add(holder.queue)
             if holder.status is JobStatus.DONE:
                 done.append(row)
     if release:
@@ -251,6 +262,14 @@ def _undecided(
             done[0].job.existing_id,
         )
     return again
+
+
+def _kept(connection: sa.Connection, target: Target, holders: list[Any]) -> set[uuid.UUID]:
+    """Have the holders that give up their key when they start not start before the commit; return those that are so."""
+    ids = {holder.id for holder in holders if holder.waits and not holder.lapsed}
+    if not ids:
+        return ids
+    return set(connection.execute(target.statements.keep, {"ids": list(ids)}, execution_options=_PLAIN).scalars())
 
 
 def _as_json(rows: list[Row]) -> str:

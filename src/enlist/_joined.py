@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 import sqlalchemy as sa
+from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
 from enlist._engines import HANDLERS_SESSION
 from enlist._session import Guard, GuardedSession, guarded
 
 if TYPE_CHECKING:
-    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
+    from sqlalchemy.ext.asyncio import AsyncConnection
 
 __all__ = ["discard", "join", "join_async"]
 
@@ -43,16 +44,41 @@ def _class_for(session_class: type[Session]) -> type[GuardedSession]:
 
 def join(caller: Session, connection: sa.Connection, guard: Guard) -> GuardedSession:
     """Make a guarded session for one attempt, of the caller's class; in a savepoint from its first use on."""
-    made = _class_for(type(caller))(bind=connection, **_options(caller))
-    return _guard(made, caller, guard)
+    return _guard(_like(caller, connection), caller, guard)
 
 
 def join_async(caller: AsyncSession, connection: AsyncConnection, guard: Guard) -> AsyncSession:
     """The same for an AsyncSession."""
+    made = type(caller).__new__(type(caller))
     sync = caller.sync_session
-    made = type(caller)(bind=connection, sync_session_class=_class_for(type(sync)), **_options(sync))
+    AsyncSession.__init__(
+        made,
+        bind=connection,
+        sync_session_class=lambda bind, **_: _like(sync, bind),  # type: ignore[arg-type]  # "or other callable"
+    )
+    made.sync_session_class = caller.sync_session_class
+    _take_over(made, caller)
     _guard(made.sync_session, sync, guard)
     return made
+
+
+def _like(caller: Session, connection: sa.Connection) -> Session:
+    """Make a session of the caller's class, on a connection.
+
+    Without the class's own ``__init__``, since nobody here knows its arguments; what that has set is taken over.
+    """
+    made_class = _class_for(type(caller))
+    made = made_class.__new__(made_class)
+    Session.__init__(made, bind=connection, query_cls=caller._query_cls, **_options(caller))
+    made.info.update({key: value for key, value in caller.info.items() if not str(key).startswith("enlist.")})
+    _take_over(made, caller)
+    return made
+
+
+def _take_over(made: Session | AsyncSession, caller: Session | AsyncSession) -> None:
+    for name, value in vars(caller).items():
+        if name != "dispatch":  # its listeners are of that session
+            vars(made).setdefault(name, value)
 
 
 def _options(caller: Session) -> dict[str, Any]:

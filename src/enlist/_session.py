@@ -200,7 +200,7 @@ def _after_begin(session: GuardedSession, transaction: SessionTransaction, conne
 
 
 def _is_jobs_bind(session: Session, guard: Guard, connection: sa.Connection) -> bool:
-    bind = session.get_bind(mapper=sa.inspect(guard.record))
+    bind = session.get_bind(mapper=sa.inspect(guard.record), clause=sa.update(guard.statements.table))
     return (bind.engine if isinstance(bind, sa.Connection) else bind) is connection.engine
 
 
@@ -243,7 +243,9 @@ def finish(session: GuardedSession) -> bool:
             raise guard.refuse("COMMIT or ROLLBACK on the driver's connection")
     try:
         session.flush()
-        connection = session.connection(bind_arguments={"mapper": sa.inspect(guard.record)})
+        # The UPDATE, for sessions that send reads elsewhere, and tell them by the statement.
+        write = sa.update(guard.statements.table)
+        connection = session.connection(bind_arguments={"mapper": sa.inspect(guard.record), "clause": write})
         for used, root in guard.roots:
             if root is None or not root.is_active or used.get_transaction() is not root:
                 raise guard.refuse("commit() or rollback() of the connection")

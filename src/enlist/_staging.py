@@ -128,7 +128,7 @@ def _check(session: Session, target: Target) -> None:
 
 def _mark(session: Session, stage: Stage, target: Target) -> None:
     """Make the session "not clean", unless its running flush is going to write the jobs anyway."""
-    flush: UOWTransaction | None = session.info.get(_FLUSH)
+    flush = _running_flush(session)
     if flush is not None and flush.has_work:
         return
     _ = target.mapper.attrs  # configures the mapper, as the first instance made by __init__ would
@@ -159,11 +159,17 @@ def note_write(session: Session, target: Target, connection: sa.Connection, queu
     if stage is None:
         stage = session.info[_STAGE] = Stage()
     batch = Batch(JobState.INSERTED)
-    note(connection, target, batch, queues)
+    note(connection, target, batch, queues).is_sent = True
     stage.batches.setdefault(_boundary(session), []).append(batch)
 
 
 # -- what SQLAlchemy does not document, tested with each version ----------------------------------------------------
+
+
+def _running_flush(session: Session) -> UOWTransaction | None:
+    """The flush that is under way. Of one that found no work, or that a listener stopped, no end is reported."""
+    flush: UOWTransaction | None = session.info.get(_FLUSH)
+    return flush if session._flushing else None
 
 
 def _list_in_flush(flush: UOWTransaction, marker: object) -> None:
@@ -236,10 +242,10 @@ def _write(session: Session, stage: Stage) -> None:
         rounds += 1
         if rounds > MAX_ROUNDS:
             raise SessionError(f"late payloads enqueue ever more jobs: stopped after {MAX_ROUNDS} rounds in one flush")
-        jobs, stage.jobs = stage.jobs, []
-        batch, stage.batch = stage.batch, Batch()
         written = stage.batches.setdefault(_boundary(session), [])
-        written.append(batch)
+        written.append(stage.batch)  # first: an interrupt from here on finds it there
+        batch, stage.batch = stage.batch, Batch()
+        jobs, stage.jobs = stage.jobs, []
         own = write(session, jobs, batch, session.info.get(RUNNING))
         batch.state = JobState.INSERTED
         if own:
@@ -277,6 +283,8 @@ def _pending_to_transient(session: Session, instance: object) -> None:
 def _before_commit(session: Session) -> None:
     stage: Stage | None = session.info.get(_STAGE)
     if stage is not None and session.get_nested_transaction() is None:
+        if stage.jobs and stage.marker is None and not session._flushing:
+            raise SessionError("jobs are staged and the session would not flush them: this is a fault of enlist's")
         _refuse_lost_transaction(stage)
         stage.committing = True
 
@@ -315,8 +323,9 @@ def _after_commit(session: Session) -> None:
         return
     writes: dict[tuple[sa.Connection, Target], Write] = {}
     for batch in batches:
-        if batch.state is not JobState.INSERTED:  # its flush has failed, and the application committed all the same
-            batch.end(JobState.DISCARDED)
+        if batch.state is not JobState.INSERTED:
+            if batch.state is JobState.STAGED:  # its flush has failed, and the application committed all the same
+                batch.end(JobState.DISCARDED)
             continue
         for write_ in batch.writes:
             writes.setdefault((write_.connection, write_.target), write_).queues.update(write_.queues)
@@ -399,7 +408,7 @@ def _is_commit_lost(session: Session, stage: Stage, transaction: SessionTransact
         return True
     if not stage.committing:
         return Ending.COMMIT_SENT in endings  # not by the session
-    flush: UOWTransaction | None = session.info.get(_FLUSH)
+    flush = _running_flush(session)
     if stage.writing or (flush is not None and flush.has_work):
         return False  # the flush that commit() begins with has failed: no COMMIT was sent
     if Ending.COMMIT_SENT in endings and (session.twophase or _is_on_several_connections(transaction)):

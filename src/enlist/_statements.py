@@ -121,6 +121,8 @@ class Command(NamedTuple):
     """The statement: parameter ``ids``; rows (id, verdict, status, woken), see :meth:`Statements._command`."""
     fits: Any
     """Which jobs of the table it changes: for those that are picked by a condition."""
+    free: Any = None
+    """Of these, those that nothing else keeps from it: with a limit the others are not picked."""
 
 
 def channel_of(table: sa.Table) -> str:
@@ -148,6 +150,7 @@ class Statements:
         self.insert_rows_replacing = self._replacing(self._insert_rows())
         self.copyable = self._copyable()
         self.holders = self._holders()
+        self.keep = self._keep()
         self.release = self._release()
         self.claim = self._claim()
         self.lock_keys = self._lock_keys()
@@ -235,7 +238,7 @@ class Statements:
         )
 
     def _replacing(self, statement: Any) -> sa.Executable:
-        """Give payload and run_at to the job that holds the unique key, if it is queued.
+        """Give payload and run_at to the job that holds the unique key, if it is queued; its attempts begin anew.
 
         Returns the rows made and those replaced. A holder in another status is locked all the same: the caller then
         takes its key, see :attr:`release`. No two jobs of one statement may have the same key.
@@ -244,7 +247,7 @@ class Statements:
         return statement.on_conflict_do_update(  # type: ignore[no-any-return]
             index_elements=[c.kind, c.unique_key],
             index_where=sa.text("unique_held"),
-            set_={"payload": statement.excluded.payload, "run_at": statement.excluded.run_at},
+            set_={"payload": statement.excluded.payload, "run_at": statement.excluded.run_at, "attempt": 0},
             where=c.status == sa.literal_column("'queued'"),
         ).returning(c.id, c.kind, c.unique_key, c.queue)
 
@@ -275,7 +278,8 @@ class Statements:
             c.unique_until.in_([sa.literal_column("'started'"), sa.literal_column("'finished'")]),
             c.status == sa.literal_column("'done'"),
         )
-        return sa.and_(c.unique_hold_until <= _NOW, sa.or_(started, done))
+        # Without a time to hold it: of a worker of a release that knew no unique_until.
+        return sa.and_(sa.or_(c.unique_hold_until.is_(None), c.unique_hold_until <= _NOW), sa.or_(started, done))
 
     def _holders(self) -> sa.Executable:
         """Find the jobs that hold unique keys: ``kinds`` and ``keys``, aligned."""
@@ -283,8 +287,20 @@ class Statements:
         wanted = _rows("wanted", kind=("kinds", sa.Text), key=("keys", sa.Text))
         held = sa.and_(job.c.kind == wanted.c.kind, job.c.unique_key == wanted.c.key, job.c.unique_held)
         lapsed = sa.func.coalesce(self._lapsed(job.c), sa.false()).label("lapsed")
-        columns = [job.c.kind, job.c.unique_key, job.c.id, job.c.status, lapsed]
+        waits = sa.and_(_status("job", "queued"), job.c.unique_until == sa.literal_column("'started'")).label("waits")
+        columns = [job.c.kind, job.c.unique_key, job.c.id, job.c.status, job.c.queue, lapsed, waits]
         return sa.select(*columns).select_from(wanted.join(job, held))
+
+    def _keep(self) -> sa.Executable:
+        """Keep jobs of ``ids`` queued until the transaction ends; the ids of those that are, and hold their keys.
+
+        For keys that are held until the start: the twin that was refused for one is to be done by it, and what it is
+        about is not committed yet. FOR SHARE makes claims pass the job by, and lets other producers do the same.
+        """
+        c = self.table.c
+        queued = sa.and_(c.status == sa.literal_column("'queued'"), c.unique_held)
+        found = sa.select(c.id).where(c.id == _any_of("ids", sa.Uuid), queued).order_by(c.id)
+        return found.with_for_update(read=True)
 
     def _release(self) -> sa.Executable:
         """Take unique keys from the jobs that hold them: ``kinds``, ``keys`` and ``started``, aligned.
@@ -923,11 +939,6 @@ class Statements:
         found = sa.select(c.id).where(fits, *conditions).order_by(c.id).limit(limit)
         return found.with_for_update(key_share=True, of=self.table)
 
-    def others(self, fits: Any, conditions: Any) -> sa.Select[Any]:
-        """Read the jobs that meet conditions and that a command does not fit: (id, status). Without a lock."""
-        c = self.table.c
-        return sa.select(c.id, c.status).where(sa.not_(fits), *conditions).order_by(c.id)
-
     def _found(self) -> Any:
         """Lock the jobs of ``ids`` in the order of their ids; a CTE. It waits for whoever works on one."""
         job = self.table.alias("job")
@@ -1010,20 +1021,24 @@ class Statements:
         def takes_key(c: Any) -> Any:
             return sa.and_(_has_status(c, *FINISHED), c.unique_key.is_not(None), sa.not_(c.unique_held))
 
-        found = self._found()
         holder = self.table.alias("holder")
-        held = (
-            sa.select(sa.case((self._lapsed(holder.c), _word("lapsed")), else_=_word("superseded")))
-            .where(holder.c.kind == found.c.kind, holder.c.unique_key == found.c.unique_key, holder.c.unique_held)
-            .scalar_subquery()
-        )
+
+        def held(c: Any) -> Any:
+            found = sa.select(sa.case((self._lapsed(holder.c), _word("lapsed")), else_=_word("superseded")))
+            same = (holder.c.kind == c.kind, holder.c.unique_key == c.unique_key, holder.c.unique_held)
+            return found.where(*same).scalar_subquery()
+
+        found = self._found()
+        # As the statement saw it before it waited for the row: a job that ran then and is done now is not to run twice.
+        seen = self.table.alias("seen")
+        ran = sa.select(seen.c.status).where(seen.c.id == found.c.id).scalar_subquery() == _word("running")
         key = (found.c.kind, found.c.unique_key, takes_key(found.c))
         place = sa.func.row_number().over(partition_by=key, order_by=found.c.id)
         verdict = sa.case(
-            (sa.not_(fits(found.c)), _word("unchanged")),
+            (sa.or_(sa.not_(fits(found.c)), ran), _word("unchanged")),
             (sa.not_(takes_key(found.c)), _word("changed")),
             (place > sa.literal_column("1"), _word("superseded")),
-            else_=sa.func.coalesce(held, _word("changed")),
+            else_=sa.func.coalesce(held(found.c), _word("changed")),
         )
         c = self.table.c
         values = {
@@ -1039,7 +1054,8 @@ class Statements:
             "started_at": None,
             "finished_at": None,
         }
-        return Command(self._command(self._judged(found, verdict), values, by_key=True), fits(c))
+        free = sa.or_(sa.not_(takes_key(c)), sa.func.coalesce(held(c), _word("lapsed")) == _word("lapsed"))
+        return Command(self._command(self._judged(found, verdict), values, by_key=True), fits(c), free)
 
     def _release_lapsed(self) -> sa.Executable:
         """Take the unique keys of ``ids`` from the jobs that hold them for ``unique_for`` alone, if that is over."""
@@ -1081,13 +1097,19 @@ class Statements:
         return sa.select(c.status, sa.func.count().label("jobs")).where(*conditions).group_by(c.status)
 
     def oldest_queued_age(self, conditions: Any) -> sa.Select[Any]:
-        """Read how long the oldest due job has been due; NULL if none is. ``-infinity`` counts as the year 1."""
+        """Read how long the oldest due job has been due; NULL if none is. ``-infinity`` counts as the year 1.
+
+        Of each of the two lines by itself, which has an index; together they would be a scan of the table.
+        """
         c = self.table.c
-        first = sa.cast(_word("0001-01-01"), sa.DateTime(timezone=True))
-        age = _NOW - sa.func.greatest(sa.func.min(c.run_at), first)
-        any_due = sa.func.count() > sa.literal_column("0")
-        due = (_has_status(c, "queued"), c.run_at <= _NOW)
-        return sa.select(sa.case((any_due, age))).where(*due, *conditions)
+        year_one = sa.cast(_word("0001-01-01"), sa.DateTime(timezone=True))
+        due = (_has_status(c, "queued"), c.run_at <= _NOW, *conditions)
+        oldest = [
+            sa.select(sa.func.min(c.run_at)).where(in_line, *due).scalar_subquery()
+            for in_line in (c.concurrency_key.is_(None), c.concurrency_key.is_not(None))
+        ]
+        first = sa.func.least(*oldest)
+        return sa.select(sa.case((first.is_not(None), _NOW - sa.func.greatest(first, year_one))))
 
     def prune(self, conditions: Any) -> sa.Executable:
         """Delete jobs that finished ``older_than`` ago and meet conditions, at most ``limit``; return their ids.

@@ -2,7 +2,8 @@
 
 A session's transaction can be ended without the session: ``session.connection().commit()``, a COMMIT sent as SQL, the
 owner of a connection that the session has joined. So can a savepoint, or be begun. The connection's own events tell.
-They are on the ``Engine`` class, once: a transaction without jobs pays a dictionary look-up.
+Those of its end are on the ``Engine`` class, once: a transaction without jobs pays a dictionary look-up. What looks at
+each statement is on the connections that jobs are written on, until their transaction ends.
 """
 
 from __future__ import annotations
@@ -33,9 +34,15 @@ ENDING_STATEMENT: Final = re.compile(
 )
 """SQL text that ends a transaction; ROLLBACK TO a savepoint does not."""
 
+_ROLLBACK_TO: Final = re.compile(
+    r"(?:\s|--[^\n]*\n|/\*.*?\*/)*ROLLBACK\s+(?:(?:WORK|TRANSACTION)\s+)?TO\s+(?:SAVEPOINT\s+)?(?!SAVEPOINT|sa_savepoint_)",
+    re.IGNORECASE | re.DOTALL,
+)
+"""SQL text that rolls back to a savepoint of the application's: SQLAlchemy's own have another name."""
 
-_open: Final[weakref.WeakKeyDictionary[sa.Connection, weakref.WeakSet[Write]]] = weakref.WeakKeyDictionary()
-"""What was written in the open transactions of connections. Weakly: a write refers to its connection."""
+
+_open: Final[weakref.WeakKeyDictionary[sa.Connection, list[weakref.ref[Write]]]] = weakref.WeakKeyDictionary()
+"""What was written in the open transactions of connections, in order. Weakly: a write refers to its connection."""
 
 _errors: Final[weakref.WeakSet[sa.Connection]] = weakref.WeakSet()
 """Connections that had an error, of drivers that do not tell whether the transaction has failed."""
@@ -46,7 +53,11 @@ def note(connection: sa.Connection, target: Target, batch: Batch, queues: Iterab
     driver_connection = connection.connection.driver_connection
     write = Write(connection, driver_connection, target, set(queues), batch, connection.get_nested_transaction())
     batch.writes.append(write)
-    _open.setdefault(connection, weakref.WeakSet()).add(write)
+    references = _open.get(connection)
+    if references is None:
+        references = _open[connection] = []
+        event.listen(connection, "before_cursor_execute", _before_cursor_execute)
+    references.append(weakref.ref(write))
     return write
 
 
@@ -75,19 +86,35 @@ def _handle_error(context: sa.ExceptionContext) -> None:
 
 def _before_cursor_execute(connection: sa.Connection, _cursor: Any, statement: str, *_: Any) -> None:
     # The first character rules most statements out.
-    if statement[:1] in "SIUDWsiudw" or connection not in _open:
+    if statement[:1] in "SIUDWsiudw":
         return
     ending = ENDING_STATEMENT.match(statement)
     # PREPARE TRANSACTION is how SQLAlchemy prepares one; its end is told by an event.
     if ending is not None and not ending[1].upper().startswith("PREPARE"):
-        _end(connection, Ending.PAST_US)
+        references = _open.get(connection, [])
+        for write in _writes(references):
+            write.ending = Ending.PAST_US
+        references.clear()  # its listener stays until SQLAlchemy ends what it takes for the transaction
+    elif _ROLLBACK_TO.match(statement):  # nobody knows to where
+        for write in _writes(_open.get(connection, ())):
+            if write.batch.state is JobState.INSERTED:
+                write.batch.end(JobState.UNKNOWN)
 
 
 def _rollback_savepoint(connection: sa.Connection, name: str, _context: None) -> None:
-    for write in list(_open.get(connection, ())):
-        # One of the session tells it too, a moment later.
-        if write.batch.state is JobState.INSERTED and _is_within(write.savepoint, name):
-            write.batch.end(JobState.DISCARDED)
+    references = _open.get(connection, [])
+    while references:
+        write = references[-1]()
+        if write is not None:
+            if not _is_within(write.savepoint, name):
+                return  # nor is what was written before
+            if write.batch.state is JobState.INSERTED:  # one of the session tells it too, in a moment
+                write.batch.end(JobState.DISCARDED)
+        references.pop()
+
+
+def _writes(references: Iterable[weakref.ref[Write]]) -> list[Write]:
+    return [write for reference in references if (write := reference()) is not None]
 
 
 def _is_within(savepoint: sa.NestedTransaction | None, name: str) -> bool:
@@ -106,14 +133,17 @@ def _rollback(connection: sa.Connection, _xid: Any = None, is_prepared: bool = F
 
 
 def _end(connection: sa.Connection, ending: Ending, is_prepared: bool = False) -> None:
-    for write in _open.pop(connection, ()):
+    references = _open.pop(connection, None)
+    if references is None:
+        return
+    event.remove(connection, "before_cursor_execute", _before_cursor_execute)
+    for write in _writes(references):
         # Before it is sent. If the server has none open then, somebody has ended it past SQLAlchemy.
-        past_us = not is_prepared and is_transaction_over(write.driver_connection)
+        past_us = write.is_sent and not is_prepared and is_transaction_over(write.driver_connection)
         write.ending = Ending.PAST_US if past_us else ending
 
 
 _LISTENERS: Final[dict[str, Callable[..., None]]] = {
-    "before_cursor_execute": _before_cursor_execute,
     "commit": _commit,
     "commit_twophase": _commit,
     "handle_error": _handle_error,

@@ -21,10 +21,14 @@ if TYPE_CHECKING:
 
     from sqlalchemy.orm import Session
 
-    from enlist._staged import StagedJob, Target
+    from enlist._staged import Notify, StagedJob, Target
+    from enlist._statements import Statements
     from enlist.handle import Batch
 
 __all__ = ["autocommit_error", "notify_in_time", "unbound_error", "write"]
+
+NOTIFYING: Final[tuple[Notify, ...]] = (None, "after_commit", "transaction")
+"""How repositories notify: where several write to one table, all do as the one that does most."""
 
 _SCHEMA_STATES: Final = {"42P01", "42703", "42P10"}
 """No such table, no such column, no unique index that ON CONFLICT could use."""
@@ -40,13 +44,16 @@ def write(
     """
     waiting: list[StagedJob] = []
     try:
-        by_target: dict[Target, list[StagedJob]] = {}
+        # By table, whatever the repositories: of one key the order of the calls counts.
+        by_table: dict[Statements, list[StagedJob]] = {}
         for job in jobs:
             _resolve(job)
-            by_target.setdefault(job.target, []).append(job)
+            by_table.setdefault(job.target.statements, []).append(job)
         # In one order everywhere: transactions that write to several tables must not wait for each other in a circle.
-        for target in sorted(by_target, key=lambda target: target.statements.channel):
-            waiting += _write_table(session, target, by_target[target], batch, running)
+        for statements in sorted(by_table, key=lambda statements: statements.channel):
+            staged = by_table[statements]
+            target = max({job.target for job in staged}, key=lambda target: NOTIFYING.index(target.notify))
+            waiting += _write_table(session, target, staged, batch, running)
     except BaseException:
         waiting.clear()
         raise
@@ -69,6 +76,7 @@ def _write_table(
         if sqlstate(error) in _SCHEMA_STATES:
             raise _schema_error(target, error) from error
         raise
+    written.is_sent = True
     notify_in_time(session, connection, target, written.queues)
     return waiting
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import uuid
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     import sqlalchemy as sa
@@ -52,6 +52,8 @@ class Write:
     batch: Batch
     savepoint: sa.NestedTransaction | None
     """The connection's innermost, the session's or not."""
+    is_sent: bool = False
+    """Whether the server has taken it: before, its transaction may not have begun there."""
     ending: Ending | None = None
 
 
@@ -136,6 +138,15 @@ class JobHandle:
     def existing_id(self) -> uuid.UUID | None:
         """The id of the job that held the unique key at the flush; None if the key was free, or before the flush."""
         return self._existing_id
+
+    def __copy__(self) -> JobHandle:
+        return self  # what becomes of the call is told to this object
+
+    def __deepcopy__(self, memo: object) -> JobHandle:
+        return self
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError("a JobHandle tells what becomes of a call in this process: send handle.id elsewhere")
 
     def __repr__(self) -> str:
         return f"<JobHandle {self.id} {self.state}>"

@@ -142,7 +142,7 @@ class JobRecordMixin:
     # The latest errors, oldest first, at most 10: [{"attempt": 1, "at": "...", "error": "..."}].
     errors: Mapped[list[dict[str, Any]]] = mapped_column(JSONB, server_default="[]", sort_order=-78)
     meta: Mapped[dict[str, Any]] = mapped_column(JSONB, server_default="{}", sort_order=-77)
-    # When the key is released, a UniqueUntil; NULL means "pruned".
+    # When the key is released, a UniqueUntil; anything else, NULL too, means "pruned".
     unique_until: Mapped[str | None] = mapped_column(sa.Text, sort_order=-76)
     # Before this it is not, unless the job is dead or cancelled.
     unique_hold_until: Mapped[dt.datetime | None] = mapped_column(UTCDateTime, sort_order=-75)
@@ -155,6 +155,16 @@ class JobRecordMixin:
 def _complete_table(mapper: Mapper[Any], _class: type[JobRecordMixin]) -> None:
     """Add what declarative columns cannot say; on the mapped table, so that no ``__table_args__`` can lose it."""
     table = mapper.local_table
+    name = mapper.class_.__name__
+    if mapper.inherits is not None or mapper.polymorphic_on is not None:
+        raise ConfigurationError(
+            f"{name} is mapped with inheritance, and a job class has a table for itself: derive each from"
+            " JobRecordMixin and your Base, or keep what differs in a column of your own"
+        )
+    if missing := sorted(JobRecordMixin.__annotations__.keys() - table.c.keys()):
+        raise ConfigurationError(
+            f"the table of {name} has no column {missing[0]!r}: the columns of JobRecordMixin keep their names"
+        )
     if isinstance(table, sa.Table) and "enlist" not in table.info:
         table.info["enlist"] = True
         add_constraints_and_indexes(table)
@@ -192,13 +202,12 @@ def add_constraints_and_indexes(table: sa.Table) -> None:
     """Checks and indexes of the job table, named after it."""
     c = table.c
     final = sa.sql.elements.conv  # a naming convention of the application's metadata must not rename these
-    statuses, untils = (", ".join(f"'{member}'" for member in members) for members in (JobStatus, UniqueUntil))
+    statuses = ", ".join(f"'{status}'" for status in JobStatus)
     for name, condition in {
         "status": f"status IN ({statuses})",
         "attempt": "attempt >= 0 AND max_attempts >= 1 AND lost >= 0",
         "lease": "(status = 'running') = (locked_until IS NOT NULL)",
         "unique": "NOT unique_held OR unique_key IS NOT NULL",
-        "until": f"unique_until IN ({untils})",
         "limit": "concurrency_limit >= 1 AND (concurrency_key IS NULL) = (concurrency_limit IS NULL)",
         # With the unique index on the slot: never more than `concurrency_limit` jobs of a key run.
         "slot": (

@@ -247,7 +247,10 @@ class JobRepository(RepositoryBase[RecordT_co]):
             raise InvalidOption(f"job_id must be a uuid.UUID, such as handle.id, not {shown(job_id)}")
         flush_staged(sync)
         statement = sa.select(self.record).where(self._target.statements.table.c.id == job_id)
-        return sync.scalars(statement, execution_options={"populate_existing": True}).one_or_none()
+        known = sync.identity_map.get(self._target.mapper.identity_key_from_primary_key((job_id,)))
+        # What was set on it and is not flushed (without autoflush) stays.
+        fresh = known is None or not sa.inspect(known).modified
+        return sync.scalars(statement, execution_options={"populate_existing": fresh}).one_or_none()
 
     def cancel(self, session: SyncSession, *which: Which, limit: int | None = None) -> Changes:
         """Cancel queued and running jobs, in the session's transaction.
