@@ -7,11 +7,12 @@ import datetime as dt
 import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import pytest
 import sqlalchemy as sa
-from sqlalchemy import Engine
+from sqlalchemy import URL, Engine
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session
 
@@ -248,6 +249,40 @@ def test_a_job_does_not_start_before_what_a_refused_twin_is_about_is_committed(e
         session.commit()
     worker(engine, something).drain(timeout=20)
     assert jobs.status(third.id) == "done"
+
+
+def test_refusing_and_replacing_the_same_keys_does_not_deadlock(engine: Engine, database_url: URL) -> None:
+    """Who is refused waits for the row of a lower key before it inserts a higher one, not after."""
+    enqueue(engine, unique_until="started")  # of key k
+    inserted, go_on = threading.Event(), threading.Event()
+    slow = sa.create_engine(database_url)
+
+    @sa.event.listens_for(slow, "after_cursor_execute")
+    def wait(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        if statement.startswith("INSERT"):
+            inserted.set()
+            go_on.wait(10)
+
+    def refused() -> None:
+        with Session(slow) as session, session.begin():
+            for key in "kz":
+                repo.enqueue(session, Note(), unique_key=key, unique_until="started")
+
+    def replacing() -> None:
+        with Session(engine) as session, session.begin():
+            for key in "kz":
+                repo.enqueue(session, Note(), unique_key=key, on_conflict="replace")
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(refused)
+        assert inserted.wait(10)
+        second = pool.submit(replacing)
+        with engine.connect() as connection:
+            wait_until(lambda: connection.scalar(sa.text("SELECT count(*) FROM pg_locks WHERE NOT granted")))
+        go_on.set()
+        first.result(10)
+        second.result(10)
+    slow.dispose()
 
 
 def test_a_twin_that_a_worker_takes_just_now_is_no_twin(engine: Engine, observer: Observer) -> None:

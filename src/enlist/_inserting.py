@@ -15,7 +15,7 @@ from enlist._copying import can_copy, copy_jobs, is_copyable
 from enlist._staged import NO_OPTIONS
 from enlist._statements import INSERT_LIMIT, OWN
 from enlist.exceptions import SchemaError, UniqueKeyContended
-from enlist.models import JobStatus
+from enlist.models import JobStatus, UniqueUntil
 
 if TYPE_CHECKING:
     import uuid
@@ -65,6 +65,12 @@ class Row:
         unique = self.job.call.unique
         return unique is not None and unique.replace
 
+    @property
+    def keeps(self) -> bool:
+        """Whether a queued job that holds the key must not start before the commit: it is to do this one's work."""
+        unique = self.job.call.unique
+        return unique is not None and not unique.replace and unique.until == UniqueUntil.STARTED
+
     def refused_by(self, holder: uuid.UUID, *, replaced: bool = False) -> None:
         """Note that another job holds the key."""
         for row in (self, *(self.replacing or ())):
@@ -111,7 +117,11 @@ def _insert_rows(
     pending = _ordered(rows)
     own: list[Row] = []
     for _ in range(INSERT_TRIES):
-        refused = [row for chunk in _chunks(target, pending) for row in _execute(connection, target, chunk, queues)]
+        refused: list[Row] = []
+        for chunk in _chunks(target, pending):
+            if chunk[0].keeps:
+                connection.execute(target.statements.keep_keys, _keys(chunk), execution_options=_PLAIN)
+            refused += _execute(connection, target, chunk, queues)
         if not refused:
             return own
         if any(row.job.call.unique is None for row in refused):
@@ -161,7 +171,7 @@ def _chunks(target: Target, rows: list[Row]) -> Iterator[list[Row]]:
         payload = (row.latest or row).job.payload
         assert isinstance(payload, str)
         length = len(payload) + len(row.job.call.meta or "")
-        shape = (row.replaces, _names(target, row))
+        shape = (row.replaces, row.keeps, _names(target, row))
         full = len(chunk) >= INSERT_LIMIT or characters + length > INSERT_CHARACTERS
         if chunk and (full or shape != previous or (row.replaces and row.key == chunk[-1].key)):
             yield chunk
@@ -225,9 +235,7 @@ def _undecided(
     own: list[Row],
 ) -> list[Row]:
     """Look who holds the keys; return the rows that are to be tried again, since the key is free or was freed now."""
-    keys = dict.fromkeys(row.key for row in refused)
-    parameters = {"kinds": [kind for kind, _ in keys], "keys": [key for _, key in keys]}
-    found = connection.execute(target.statements.holders, parameters, execution_options=_PLAIN)
+    found = connection.execute(target.statements.holders, _keys(refused), execution_options=_PLAIN)
     holders = {(holder.kind, holder.unique_key): holder for holder in found}
     kept = _kept(connection, target, [holders[row.key] for row in refused if not row.replaces and row.key in holders])
     again: list[Row] = []
@@ -251,8 +259,9 @@ def _undecided(
             if holder.status is JobStatus.DONE:
                 done.append(row)
     if release:
-        parameters = {"kinds": [kind for kind, _ in release], "keys": [key for _, key in release]}
-        connection.execute(target.statements.release, parameters | {"started": list(release.values())})
+        parameters: dict[str, Any] = {"kinds": [kind for kind, _ in release], "keys": [key for _, key in release]}
+        parameters["started"] = list(release.values())
+        connection.execute(target.statements.release, parameters)
     if done:
         logger.info(
             "%d of a flush's jobs not made: a done job holds the unique key, until it is pruned or for its unique_for;"
@@ -262,6 +271,11 @@ def _undecided(
             done[0].job.existing_id,
         )
     return again
+
+
+def _keys(rows: list[Row]) -> dict[str, list[str]]:
+    keys = dict.fromkeys(row.key for row in rows)
+    return {"kinds": [kind for kind, _ in keys], "keys": [key for _, key in keys]}
 
 
 def _kept(connection: sa.Connection, target: Target, holders: list[Any]) -> set[uuid.UUID]:

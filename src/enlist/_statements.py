@@ -151,6 +151,7 @@ class Statements:
         self.copyable = self._copyable()
         self.holders = self._holders()
         self.keep = self._keep()
+        self.keep_keys = self._keep_keys()
         self.release = self._release()
         self.claim = self._claim()
         self.lock_keys = self._lock_keys()
@@ -301,6 +302,18 @@ class Statements:
         queued = sa.and_(c.status == sa.literal_column("'queued'"), c.unique_held)
         found = sa.select(c.id).where(c.id == _any_of("ids", sa.Uuid), queued).order_by(c.id)
         return found.with_for_update(read=True)
+
+    def _keep_keys(self) -> sa.Executable:
+        """The same for the jobs that hold keys until they start: ``kinds`` and ``keys``, aligned. In the order of keys.
+
+        Before jobs with these keys are inserted: who has inserted higher keys must not wait for the lower ones' rows.
+        """
+        job = self.table.alias("job")
+        wanted = _rows("wanted", kind=("kinds", sa.Text), key=("keys", sa.Text))
+        held = sa.and_(job.c.kind == wanted.c.kind, job.c.unique_key == wanted.c.key, job.c.unique_held)
+        waits = sa.and_(_status("job", "queued"), job.c.unique_until == sa.literal_column("'started'"))
+        found = sa.select(job.c.id).select_from(wanted.join(job, held)).where(waits)
+        return found.order_by(job.c.kind, job.c.unique_key).with_for_update(read=True, of=job)
 
     def _release(self) -> sa.Executable:
         """Take unique keys from the jobs that hold them: ``kinds``, ``keys`` and ``started``, aligned.
