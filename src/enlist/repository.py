@@ -143,11 +143,11 @@ class RepositoryBase(Generic[RecordT_co]):
             meets a key of another transaction, not committed yet, waits for its end (see ``lock_timeout``).
         :param unique_until: when the job gives up the key: ``"started"``, when a worker takes it (one waits while
             another runs); ``"finished"``; or ``"pruned"``, the default: a done job holds it until its row is deleted.
-            Dead and cancelled jobs never hold it, and a key that was given up is not taken again by a retry.
+            Dead and cancelled jobs never hold it, and a key that was given up is not taken again by an automatic retry.
         :param unique_for: seconds or a timedelta that the key is held at least, from the flush on; default none.
         :param on_conflict: ``"ignore"``, the default: no job is made while another holds the key. ``"replace"``: if
-            that one is queued, it gets this call's payload and run_at; if it runs or is done, it loses the key and a
-            new job is made (and ``unique_until`` is ``"started"`` by default).
+            that one is queued, it gets this call's payload and run_at, and its attempts begin anew; if it runs or is
+            done, it loses the key and a new job is made (and ``unique_until`` is ``"started"`` by default).
         :param concurrency_key: of the jobs with this key at most ``concurrency_limit`` run at a time.
         :param concurrency_limit: 1 to 32767; default 1.
         :param max_attempts: how often the job is tried before it is dead, at least 1; default 20.
