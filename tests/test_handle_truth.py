@@ -282,3 +282,41 @@ def test_a_copy_of_a_handle_is_the_handle(engine: Engine) -> None:
         assert dataclasses.asdict(Answer(handle)) == {"handle": handle}
         with pytest.raises(TypeError, match=r"handle\.id"):
             pickle.dumps(handle)
+
+
+def test_an_interrupt_after_the_commit_leaves_doubt(engine: Engine, observer: Observer) -> None:
+    """Between the answer to COMMIT and the session's own notice of it."""
+    with Session(engine) as session:
+        handle = repo.enqueue(session, Note(text="a"))
+        session.flush()
+        commit = engine.dialect.do_commit
+
+        def interrupted(connection: Any) -> None:
+            commit(connection)
+            raise KeyboardInterrupt
+
+        engine.dialect.do_commit = interrupted  # type: ignore[assignment, method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            session.commit()
+        engine.dialect.do_commit = commit  # type: ignore[method-assign]
+        session.rollback()
+    assert texts(observer) == ["a"]
+    assert handle.state is JobState.UNKNOWN
+
+
+def test_a_connection_lost_before_the_commit_was_sent_leaves_none(engine: Engine, observer: Observer) -> None:
+    with Session(engine) as session:
+        handle = repo.enqueue(session, Note(text="a"))
+        session.flush()
+        pid = session.scalar(sa.text("SELECT pg_backend_pid()"))
+
+        @event.listens_for(session, "before_commit")
+        def lose(_session: Session) -> None:
+            observer.execute("SELECT pg_terminate_backend(%s)", pid)
+            session.scalar(sa.text("SELECT 1"))
+
+        with pytest.raises(sa.exc.OperationalError):
+            session.commit()
+        session.rollback()
+        assert handle.state is JobState.DISCARDED
+    assert texts(observer) == []

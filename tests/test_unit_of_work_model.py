@@ -328,7 +328,10 @@ class UnitOfWorkMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.database.jobs and not self.unit.aborted)
     @rule(choice=choices, becomes=often(running=2, done=2, dead=1, pruned=1))
     def worker(self, choice: int, becomes: str) -> None:
-        """Some status of a committed job changes, or it is deleted: dead and deleted ones have their key no more."""
+        """Some status of a committed job changes, or it is deleted: dead and deleted ones have their key no more.
+
+        All as with unique_until="pruned", also those that have replaced others: when keys lapse is not modelled.
+        """
         locked = self.unit.jobs | self.other_unit.jobs
         ids = sorted(job_id for job_id in self.database.jobs if job_id not in locked)
         if not ids:
@@ -343,7 +346,7 @@ class UnitOfWorkMachine(RuleBasedStateMachine):
         job = job._replace(status=becomes, held=job.held and becomes != "dead")
         self.database.jobs[job_id] = job
         changed = execute(
-            f"UPDATE {job.table} SET status = %s, unique_held = %s,"
+            f"UPDATE {job.table} SET status = %s, unique_held = %s, unique_until = 'pruned',"
             " locked_until = CASE WHEN %s = 'running' THEN now() + interval '1 h' END WHERE id = %s",
             becomes,
             job.held,

@@ -23,7 +23,7 @@ from sqlalchemy import event
 from sqlalchemy.orm import Session
 
 from enlist import notifier
-from enlist._driver import is_autocommit, is_closed, is_known_autocommit, is_transaction_over
+from enlist._driver import is_autocommit, is_known_autocommit, is_transaction_over
 from enlist._staged import StagedJob, Target
 from enlist._transactions import has_failed, note
 from enlist._writing import autocommit_error, connection_for, unbound_error, write
@@ -73,9 +73,9 @@ class Stage:
         """
         self.batch.end(JobState.DISCARDED)
         for transaction, batches in self.batches.items():
-            is_sure = not self.committing and not _is_joined(transaction)
+            in_doubt = _is_in_doubt(transaction, batches) or _is_joined(transaction)
             for batch in batches:
-                batch.end(JobState.DISCARDED if is_sure else JobState.UNKNOWN)
+                batch.end(JobState.UNKNOWN if in_doubt else JobState.DISCARDED)
 
 
 def stage_of(session: Session, target: Target) -> Stage:
@@ -194,11 +194,6 @@ def _connection_begun(session: Session, bind: sa.Engine | sa.Connection) -> sa.C
 def _is_joined(transaction: SessionTransaction) -> bool:
     """Whether a session's transaction is on a connection that it was given."""
     return any(not autoclose for *_, autoclose in transaction._connections.values())
-
-
-def _is_on_several_connections(transaction: SessionTransaction) -> bool:
-    """Whether a session's transaction has begun one on more than one connection."""
-    return len({id(connection) for connection, *_ in transaction._connections.values()}) > 1
 
 
 # -- listeners --------------------------------------------------------------------------------------------------------
@@ -383,7 +378,7 @@ def _after_transaction_end(session: Session, transaction: SessionTransaction) ->
 def _discard(session: Session, stage: Stage, transaction: SessionTransaction) -> None:
     """End what was written or is staged in a savepoint or transaction."""
     batches = stage.batches.pop(transaction, [])
-    state = JobState.UNKNOWN if _is_commit_lost(session, stage, transaction, batches) else JobState.DISCARDED
+    state = JobState.UNKNOWN if _is_in_doubt(transaction, batches) else JobState.DISCARDED
     for batch in batches:
         batch.end(state)
     # Not so when a savepoint ends that a listener or a late payload has opened within the flush.
@@ -398,23 +393,10 @@ def _discard(session: Session, stage: Stage, transaction: SessionTransaction) ->
         session.info.pop(_FLUSH, None)
 
 
-def _is_commit_lost(session: Session, stage: Stage, transaction: SessionTransaction, batches: list[Batch]) -> bool:
-    """Whether the transaction ends because its COMMIT got no answer."""
-    if transaction.parent is not None:
-        return False
-    writes = [write_ for batch in batches for write_ in batch.writes]
-    endings = {write_.ending for write_ in writes}
-    if Ending.PAST_US in endings:
-        return True
-    if not stage.committing:
-        return Ending.COMMIT_SENT in endings  # not by the session
-    flush = _running_flush(session)
-    if stage.writing or (flush is not None and flush.has_work):
-        return False  # the flush that commit() begins with has failed: no COMMIT was sent
-    if Ending.COMMIT_SENT in endings and (session.twophase or _is_on_several_connections(transaction)):
-        return True  # committed one after the other: some may have been before one failed; a prepared one is so still
-    # The driver's connection: SQLAlchemy's may have been given back already, and then tells nothing.
-    return any(is_closed(write_.driver_connection) for write_ in writes)
+def _is_in_doubt(transaction: SessionTransaction, batches: list[Batch]) -> bool:
+    """Whether the transaction was committed, perhaps: its COMMIT got no answer, or it was ended without the session."""
+    endings = {write_.ending for batch in batches for write_ in batch.writes}
+    return transaction.parent is None and not endings.isdisjoint({Ending.COMMIT_SENT, Ending.PAST_US})
 
 
 def _boundary(session: Session) -> SessionTransaction:

@@ -44,6 +44,12 @@ _ROLLBACK_TO: Final = re.compile(
 _open: Final[weakref.WeakKeyDictionary[sa.Connection, list[weakref.ref[Write]]]] = weakref.WeakKeyDictionary()
 """What was written in the open transactions of connections, in order. Weakly: a write refers to its connection."""
 
+_committing: Final[weakref.WeakKeyDictionary[sa.Connection, list[weakref.ref[Write]]]] = weakref.WeakKeyDictionary()
+"""What the COMMIT was sent for that a connection waits for an answer to."""
+
+_prepared: Final[weakref.WeakKeyDictionary[sa.Connection, list[weakref.ref[Write]]]] = weakref.WeakKeyDictionary()
+"""What is in the prepared transaction that a connection has been told to end."""
+
 _errors: Final[weakref.WeakSet[sa.Connection]] = weakref.WeakSet()
 """Connections that had an error, of drivers that do not tell whether the transaction has failed."""
 
@@ -80,8 +86,18 @@ def _had_error(connection: sa.Connection) -> bool:
 
 
 def _handle_error(context: sa.ExceptionContext) -> None:
-    if context.connection is not None and context.dialect.driver == "asyncpg":
-        _errors.add(context.connection)
+    connection = context.connection
+    if connection is None:
+        return
+    if context.dialect.driver == "asyncpg":
+        _errors.add(connection)
+    for write in _writes(_prepared.pop(connection, ())):  # it is prepared still
+        write.ending = Ending.PAST_US
+    committing = _committing.pop(connection, ())
+    error = context.sqlalchemy_exception
+    if error is not None and not context.is_disconnect and sqlstate(error) is not None:
+        for write in _writes(committing):  # the server's own word: it has rolled back instead
+            write.ending = Ending.ROLLBACK_SENT
 
 
 def _before_cursor_execute(connection: sa.Connection, _cursor: Any, statement: str, *_: Any) -> None:
@@ -137,6 +153,10 @@ def _end(connection: sa.Connection, ending: Ending, is_prepared: bool = False) -
     if references is None:
         return
     event.remove(connection, "before_cursor_execute", _before_cursor_execute)
+    if is_prepared:
+        _prepared[connection] = references
+    elif ending is Ending.COMMIT_SENT:
+        _committing[connection] = references
     for write in _writes(references):
         # Before it is sent. If the server has none open then, somebody has ended it past SQLAlchemy.
         past_us = write.is_sent and not is_prepared and is_transaction_over(write.driver_connection)
