@@ -228,27 +228,57 @@ def test_of_two_that_find_a_lapsed_key_one_gets_it(engine: Engine, observer: Obs
 # -- until the start --------------------------------------------------------------------------------------------------
 
 
-def test_a_job_does_not_start_before_what_a_refused_twin_is_about_is_committed(engine: Engine, jobs: Jobs) -> None:
-    """Else it would run without seeing it, and nobody would run again."""
-    first = enqueue(engine, unique_until="started")
-    with running(worker(engine, something)), Session(engine) as session:
-        jobs.wait(first.id)
-        second = repo.enqueue(session, Note(), unique_key="k", unique_until="started", delay=0.01)
-        session.commit()
-        jobs.wait(second.id)
-    third = enqueue(engine, unique_until="started")
-    with Session(engine) as session, Session(engine) as other:
+def test_a_job_that_was_refused_for_one_that_starts_before_the_commit_is_made(
+    engine: Engine, observer: Observer
+) -> None:
+    """That one has not seen what the transaction is about: nobody would do it."""
+    first = enqueue(engine, "first", unique_until="started")
+    with Session(engine) as session:
         session.add(Counter(name="c", value=1))
+        refused = [repo.enqueue(session, Note(text="again"), unique_key="k", unique_until="started") for _ in range(2)]
+        session.flush()
+        assert [(handle.state, handle.existing_id) for handle in refused] == [(JobState.DUPLICATE, first.id)] * 2
+        worker(engine, something).drain(timeout=20)
+        session.commit()
+    assert [state_of(handle) for handle in refused] == [JobState.COMMITTED, JobState.DUPLICATE]
+    assert [handle.existing_id for handle in refused] == [None, refused[0].id]
+    assert texts(observer) == ["first", "again"]
+
+
+def test_a_job_does_not_start_between_that_look_and_the_commit(engine: Engine, database_url: URL, jobs: Jobs) -> None:
+    first = enqueue(engine, unique_until="started")
+    mine = sa.create_engine(database_url)
+    seen: list[str] = []
+
+    @sa.event.listens_for(mine, "commit")
+    def work(_connection: object) -> None:
+        worker(engine, something).drain(timeout=20)
+        seen.append(jobs.status(first.id))
+
+    with Session(mine) as session, Session(engine) as other:
         for each in (session, other):  # several may wait for the same job
             refused = repo.enqueue(each, Note(), unique_key="k", unique_until="started")
             each.flush()
-            assert refused.existing_id == third.id
-        worker(engine, something).drain(timeout=20)
-        assert jobs.status(third.id) == "queued"
         other.commit()
         session.commit()
+    mine.dispose()
+    assert seen == ["queued"]
+    assert refused.existing_id == first.id
     worker(engine, something).drain(timeout=20)
-    assert jobs.status(third.id) == "done"
+    assert jobs.counts() == {"done": 1}
+
+
+def test_a_job_that_was_refused_in_a_savepoint_goes_with_it(engine: Engine, observer: Observer) -> None:
+    enqueue(engine, "first", unique_until="started")
+    with Session(engine) as session:
+        savepoint = session.begin_nested()
+        refused = repo.enqueue(session, Note(), unique_key="k", unique_until="started")
+        session.flush()
+        savepoint.rollback()
+        worker(engine, something).drain(timeout=20)
+        session.commit()
+    assert refused.state is JobState.DISCARDED
+    assert texts(observer) == ["first"]
 
 
 def test_refusing_and_replacing_the_same_keys_does_not_deadlock(engine: Engine, database_url: URL) -> None:

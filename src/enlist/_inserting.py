@@ -6,7 +6,7 @@ import datetime as dt
 import json
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import sqlalchemy as sa
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from enlist._staged import CallOptions, StagedJob, Target
 
-__all__ = ["insert_jobs"]
+__all__ = ["Insertion", "insert_jobs"]
 
 logger = logging.getLogger("enlist")
 
@@ -77,17 +77,27 @@ class Row:
             row.job.refused_by(holder, replaced=replaced)
 
 
-def insert_jobs(
-    connection: sa.Connection, target: Target, jobs: list[StagedJob], queues: set[str], running: uuid.UUID | None
-) -> list[StagedJob]:
-    """Insert the jobs; tell the handles of those whose key is held, and add the queues that there are new jobs in.
+@dataclass(eq=False, slots=True)
+class Insertion:
+    """How jobs are inserted, and which are to be looked at again."""
 
-    :param running: the job whose handler's transaction this is.
-    :return: the jobs whose key is held by just that job: they are to be inserted when it is done.
-    """
+    running: uuid.UUID | None
+    """The job whose handler's transaction this is."""
+    at_commit: bool
+    """Whether the transaction is about to be committed: then the jobs that others are refused for are locked."""
+    own: list[StagedJob] = field(default_factory=list)
+    """Not inserted, since the running job itself holds their key: they are to be when it is done."""
+    refused: list[StagedJob] = field(default_factory=list)
+    """Refused for a job that gives up their key when it starts, which it may do before the commit."""
+
+
+def insert_jobs(
+    connection: sa.Connection, target: Target, jobs: list[StagedJob], queues: set[str], insertion: Insertion
+) -> None:
+    """Insert the jobs; tell the handles of those whose key is held, and add the queues that there are new jobs in."""
     if len(jobs) > INSERT_LIMIT:
         jobs = _copied(connection, target, jobs, queues)
-    return [row.job for row in _insert_rows(connection, target, [Row(job) for job in jobs], queues, running)]
+    _insert_rows(connection, target, [Row(job) for job in jobs], queues, insertion)
 
 
 def _copied(connection: sa.Connection, target: Target, jobs: list[StagedJob], queues: set[str]) -> list[StagedJob]:
@@ -112,23 +122,23 @@ def _kept_out(target: Target) -> SchemaError:
 
 
 def _insert_rows(
-    connection: sa.Connection, target: Target, rows: list[Row], queues: set[str], running: uuid.UUID | None
-) -> list[Row]:
+    connection: sa.Connection, target: Target, rows: list[Row], queues: set[str], insertion: Insertion
+) -> None:
     pending = _ordered(rows)
-    own: list[Row] = []
+    replaced = {row.key for row in pending if row.replaces}  # they lock the row for more than SHARE by themselves
     for _ in range(INSERT_TRIES):
         refused: list[Row] = []
         for chunk in _chunks(target, pending):
-            if chunk[0].keeps:
-                connection.execute(target.statements.keep_keys, _keys(chunk), execution_options=_PLAIN)
+            if insertion.at_commit and (keeping := [row for row in chunk if row.keeps and row.key not in replaced]):
+                connection.execute(target.statements.keep_keys, _keys(keeping), execution_options=_PLAIN)
             refused += _execute(connection, target, chunk, queues)
         if not refused:
-            return own
+            return
         if any(row.job.call.unique is None for row in refused):
             raise _kept_out(target)
-        pending = _undecided(connection, target, refused, queues=queues, running=running, own=own)
+        pending = _undecided(connection, target, refused, queues, insertion)
         if not pending:
-            return own
+            return
     kind, key = pending[0].key
     raise UniqueKeyContended(
         f"unique key {key!r} of kind {kind!r} was held at each of {INSERT_TRIES} tries to insert, and its holder was"
@@ -226,18 +236,15 @@ def _execute(connection: sa.Connection, target: Target, rows: list[Row], queues:
 
 
 def _undecided(
-    connection: sa.Connection,
-    target: Target,
-    refused: list[Row],
-    *,
-    queues: set[str],
-    running: uuid.UUID | None,
-    own: list[Row],
+    connection: sa.Connection, target: Target, refused: list[Row], queues: set[str], insertion: Insertion
 ) -> list[Row]:
     """Look who holds the keys; return the rows that are to be tried again, since the key is free or was freed now."""
     found = connection.execute(target.statements.holders, _keys(refused), execution_options=_PLAIN)
     holders = {(holder.kind, holder.unique_key): holder for holder in found}
-    kept = _kept(connection, target, [holders[row.key] for row in refused if not row.replaces and row.key in holders])
+    kept: set[uuid.UUID] = set()
+    if insertion.at_commit:
+        refusing = [holders[row.key] for row in refused if not row.replaces and row.key in holders]
+        kept = _kept(connection, target, refusing)
     again: list[Row] = []
     release: dict[tuple[str, str], bool] = {}
     done: list[Row] = []
@@ -248,14 +255,16 @@ def _undecided(
             again.append(row)
             if holder is not None:
                 release[row.key] = row.replaces or release.get(row.key, False)
-        elif holder.waits and holder.id not in kept:  # a worker has taken it just now
+        elif insertion.at_commit and holder.waits and holder.id not in kept:  # a worker has taken it just now
             again.append(row)
-        elif holder.id == running:
-            own.append(row)
+        elif holder.id == insertion.running:
+            insertion.own.append(row.job)
         else:
             row.refused_by(holder.id)
-            if holder.waits:  # workers that pass it by now are to look again after the commit
+            if holder.waits and insertion.at_commit:  # workers that pass it by now are to look again after the commit
                 queues.add(holder.queue)
+            elif holder.waits:
+                insertion.refused.append(row.job)
             if holder.status is JobStatus.DONE:
                 done.append(row)
     if release:

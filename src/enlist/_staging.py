@@ -24,6 +24,7 @@ from sqlalchemy.orm import Session
 
 from enlist import notifier
 from enlist._driver import is_autocommit, is_known_autocommit, is_transaction_over
+from enlist._inserting import Insertion
 from enlist._staged import StagedJob, Target
 from enlist._transactions import has_failed, note
 from enlist._writing import autocommit_error, connection_for, unbound_error, write
@@ -241,12 +242,14 @@ def _write(session: Session, stage: Stage) -> None:
         written.append(stage.batch)  # first: an interrupt from here on finds it there
         batch, stage.batch = stage.batch, Batch()
         jobs, stage.jobs = stage.jobs, []
-        own = write(session, jobs, batch, session.info.get(RUNNING))
+        insertion = Insertion(session.info.get(RUNNING), stage.committing)
+        write(session, jobs, batch, insertion)
         batch.state = JobState.INSERTED
-        if own:
+        batch.refused = insertion.refused
+        if insertion.own:
             # Their key is held by the very job whose handler has enqueued them.
-            waiting = Batch(waiting=own)
-            for job in own:
+            waiting = Batch(waiting=insertion.own)
+            for job in insertion.own:
                 job.move_to(waiting)
             written.append(waiting)
     stage.writing = False
@@ -261,7 +264,24 @@ def write_waiting(session: Session) -> None:
         return
     for batch in [batch for batches in stage.batches.values() for batch in batches if batch.waiting]:
         jobs, batch.waiting = batch.waiting, []
-        write(session, jobs, batch)
+        write(session, jobs, batch, Insertion(None, at_commit=True))
+        batch.state = JobState.INSERTED
+
+
+def _write_refused(session: Session, stage: Stage) -> None:
+    """Look again at jobs that were refused for a queued one which holds their key until it starts.
+
+    Now, when that one is kept from starting before the commit. Had it started meanwhile, it would not have seen what
+    this transaction is about, and nobody would do it.
+    """
+    written = [batch for batches in stage.batches.values() for batch in batches if batch.state is JobState.INSERTED]
+    refused = [job for batch in written for job in batch.refused]
+    if refused:
+        batch = Batch()
+        stage.batches.setdefault(_boundary(session), []).append(batch)
+        for job in refused:
+            job.stage_again(batch)
+        write(session, refused, batch, Insertion(session.info.get(RUNNING), at_commit=True))
         batch.state = JobState.INSERTED
 
 
@@ -282,6 +302,7 @@ def _before_commit(session: Session) -> None:
             raise SessionError("jobs are staged and the session would not flush them: this is a fault of enlist's")
         _refuse_lost_transaction(stage)
         stage.committing = True
+        _write_refused(session, stage)
 
 
 def _refuse_lost_transaction(stage: Stage) -> None:

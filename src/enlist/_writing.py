@@ -11,14 +11,12 @@ from pydantic import ValidationError
 
 from enlist._driver import is_autocommit, sqlstate
 from enlist._encoding import describe_invalid
-from enlist._inserting import insert_jobs
+from enlist._inserting import Insertion, insert_jobs
 from enlist._staged import LatePayload, Values
 from enlist._transactions import note
 from enlist.exceptions import EnlistError, PayloadError, SchemaError, SessionError
 
 if TYPE_CHECKING:
-    import uuid
-
     from sqlalchemy.orm import Session
 
     from enlist._staged import Notify, StagedJob, Target
@@ -34,15 +32,12 @@ _SCHEMA_STATES: Final = {"42P01", "42703", "42P10"}
 """No such table, no such column, no unique index that ON CONFLICT could use."""
 
 
-def write(
-    session: Session, jobs: Sequence[StagedJob], batch: Batch, running: uuid.UUID | None = None
-) -> list[StagedJob]:
+def write(session: Session, jobs: Sequence[StagedJob], batch: Batch, insertion: Insertion) -> None:
     """Write the jobs in the session's transaction, and note in the batch where they went.
 
-    :param running: the job whose handler's session this is.
-    :return: the jobs whose unique key is held by that job, which are not written.
+    Those that are to be looked at again are in the insertion then; the others are let go of.
     """
-    waiting: list[StagedJob] = []
+    done = False
     try:
         # By table, whatever the repositories: of one key the order of the calls counts.
         by_table: dict[Statements, list[StagedJob]] = {}
@@ -53,32 +48,26 @@ def write(
         for statements in sorted(by_table, key=lambda statements: statements.channel):
             staged = by_table[statements]
             target = max({job.target for job in staged}, key=lambda target: NOTIFYING.index(target.notify))
-            waiting += _write_table(session, target, staged, batch, running)
-    except BaseException:
-        waiting.clear()
-        raise
+            _write_table(session, target, staged, batch, insertion)
+        done = True
     finally:
-        kept = set(waiting)
+        kept = {*insertion.own, *insertion.refused} if done else set()
         for job in jobs:
             if job not in kept:
                 job.release()
-    return waiting
 
 
-def _write_table(
-    session: Session, target: Target, jobs: list[StagedJob], batch: Batch, running: uuid.UUID | None
-) -> list[StagedJob]:
+def _write_table(session: Session, target: Target, jobs: list[StagedJob], batch: Batch, insertion: Insertion) -> None:
     connection = connection_for(session, target)
     written = note(connection, target, batch)
     try:
-        waiting = insert_jobs(connection, target, jobs, written.queues, running)
+        insert_jobs(connection, target, jobs, written.queues, insertion)
     except sa.exc.DBAPIError as error:
         if sqlstate(error) in _SCHEMA_STATES:
             raise _schema_error(target, error) from error
         raise
     written.is_sent = True
     notify_in_time(session, connection, target, written.queues)
-    return waiting
 
 
 def notify_in_time(session: Session, connection: sa.Connection, target: Target, queues: set[str]) -> None:

@@ -66,13 +66,16 @@ class Batch:
     waiting: list[Any] = field(default_factory=list)
     """Staged jobs that are written when the job is done whose handler has enqueued them: it holds their key."""
 
+    refused: list[Any] = field(default_factory=list)
+    """Staged jobs that are looked at again before the commit: they were refused for one that may start before."""
+
     def end(self, state: JobState) -> None:
         """Enter a final state; what handles keep alive from then on is this state alone."""
         self.state = state
         self.writes = []
-        for job in self.waiting:
+        for job in (*self.waiting, *self.refused):
             job.release()
-        self.waiting = []
+        self.waiting, self.refused = [], []
 
 
 class JobHandle:
@@ -96,6 +99,11 @@ class JobHandle:
     def move_to(self, batch: Batch) -> None:
         """Share the fate of another batch. For the flush alone."""
         self._batch = batch
+
+    def stage_again(self, batch: Batch) -> None:
+        """Be as if not refused, in another batch. For the commit alone."""
+        self._batch = batch
+        self._existing_id = None
 
     def refused_by(self, holder: uuid.UUID, *, replaced: bool = False) -> None:
         """Note the job that holds the unique key, and whether it has got the payload. For the flush alone."""
