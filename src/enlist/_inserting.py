@@ -51,8 +51,8 @@ class Row:
     job: StagedJob
     latest: Row | None = None
     """The last job of the same flush that replaces this one's payload and run_at."""
-    replacing: list[Row] | None = None
-    """All that do: they have no row of their own."""
+    followers: list[Row] | None = None
+    """Those that replace them, or are refused for this one: they have no row of their own."""
 
     @property
     def key(self) -> tuple[str, str]:
@@ -66,6 +66,10 @@ class Row:
         return unique is not None and unique.replace
 
     @property
+    def jobs(self) -> list[StagedJob]:
+        return [self.job, *(row.job for row in self.followers or ())]
+
+    @property
     def keeps(self) -> bool:
         """Whether a queued job that holds the key must not start before the commit: it is to do this one's work."""
         unique = self.job.call.unique
@@ -73,8 +77,8 @@ class Row:
 
     def refused_by(self, holder: uuid.UUID, *, replaced: bool = False) -> None:
         """Note that another job holds the key."""
-        for row in (self, *(self.replacing or ())):
-            row.job.refused_by(holder, replaced=replaced)
+        for job in self.jobs:
+            job.refused_by(holder, replaced=replaced)
 
 
 @dataclass(eq=False, slots=True)
@@ -125,13 +129,10 @@ def _insert_rows(
     connection: sa.Connection, target: Target, rows: list[Row], queues: set[str], insertion: Insertion
 ) -> None:
     pending = _ordered(rows)
-    replaced = {row.key for row in pending if row.replaces}  # they lock the row for more than SHARE by themselves
     for _ in range(INSERT_TRIES):
         refused: list[Row] = []
         for chunk in _chunks(target, pending):
-            if insertion.at_commit and (keeping := [row for row in chunk if row.keeps and row.key not in replaced]):
-                connection.execute(target.statements.keep_keys, _keys(keeping), execution_options=_PLAIN)
-            refused += _execute(connection, target, chunk, queues)
+            refused += _execute(connection, target, chunk, queues, insertion)
         if not refused:
             return
         if any(row.job.call.unique is None for row in refused):
@@ -149,7 +150,7 @@ def _insert_rows(
 def _ordered(rows: list[Row]) -> list[Row]:
     """Keyed rows in the order of their keys: two transactions with the same keys wait instead of deadlocking.
 
-    Of one key in the order of the calls; those that only replace what the one before them says are joined to it.
+    Of one key in the order of the calls; those that want the same as the one before them are joined to it.
     """
     keyed = [row for row in rows if row.job.call.unique is not None]
     if not keyed:
@@ -158,11 +159,13 @@ def _ordered(rows: list[Row]) -> list[Row]:
     ordered = [row for row in rows if row.job.call.unique is None]
     last: Row | None = None
     for row in keyed:
-        if last is not None and row.replaces and last.replaces and row.key == last.key:
-            if last.replacing is None:
-                last.replacing = []
-            last.replacing.append(row)
-            last.latest = row
+        alike = last is not None and (row.key, row.replaces, row.keeps) == (last.key, last.replaces, last.keeps)
+        if alike and last is not None:
+            if last.followers is None:
+                last.followers = []
+            last.followers.append(row)
+            if row.replaces:
+                last.latest = row
         else:
             ordered.append(row)
             last = row
@@ -172,7 +175,7 @@ def _ordered(rows: list[Row]) -> list[Row]:
 def _chunks(target: Target, rows: list[Row]) -> Iterator[list[Row]]:
     """The rows of each INSERT: of one shape, at most :data:`INSERT_LIMIT` and :data:`INSERT_CHARACTERS`, or one row.
 
-    Rows that replace stand in a statement without another of their key: it could not meet a row twice.
+    Rows that lock the holder of their key stand in a statement without another of it: it could not meet a row twice.
     """
     chunk: list[Row] = []
     characters = 0
@@ -183,7 +186,7 @@ def _chunks(target: Target, rows: list[Row]) -> Iterator[list[Row]]:
         length = len(payload) + len(row.job.call.meta or "")
         shape = (row.replaces, row.keeps, _names(target, row))
         full = len(chunk) >= INSERT_LIMIT or characters + length > INSERT_CHARACTERS
-        if chunk and (full or shape != previous or (row.replaces and row.key == chunk[-1].key)):
+        if chunk and (full or shape != previous):
             yield chunk
             chunk, characters = [], 0
         chunk.append(row)
@@ -201,15 +204,20 @@ def _names(target: Target, row: Row) -> frozenset[str] | None:
     return frozenset(values.given)
 
 
-def _execute(connection: sa.Connection, target: Target, rows: list[Row], queues: set[str]) -> list[Row]:
+def _execute(
+    connection: sa.Connection, target: Target, rows: list[Row], queues: set[str], insertion: Insertion
+) -> list[Row]:
     """Run one INSERT; return the rows that met a holder of their key."""
     statements = target.statements
     replaces = rows[0].replaces
+    locks = insertion.at_commit and rows[0].keeps
     if _names(target, rows[0]) is not None:
         statement = statements.insert_rows_replacing if replaces else statements.insert_rows
+        statement = statements.insert_rows_locking if locks else statement
         found = connection.execute(statement, [_parameters(target, row) for row in rows], execution_options=_PLAIN)
     elif rows[-1].job.call.unique is not None:
         statement = statements.insert_replacing if replaces else statements.insert_returning
+        statement = statements.insert_locking if locks else statement
         found = connection.execute(statement, {"rows": _as_json(rows)}, execution_options=_PLAIN)
     else:  # none can meet a holder: their number says enough, and costs 40 us less than the ids
         found = connection.execute(statements.insert, {"rows": _as_json(rows)}, execution_options=_COUNTED)
@@ -226,8 +234,8 @@ def _execute(connection: sa.Connection, target: Target, rows: list[Row], queues:
     for row in rows:
         if row.job.number in made:
             queues.add(row.job.options.queue)
-            for later in row.replacing or ():
-                later.refused_by(row.job.id, replaced=True)
+            for follower in row.followers or ():
+                follower.job.refused_by(row.job.id, replaced=replaces)
         elif replaces and row.key in replaced:
             row.refused_by(replaced[row.key], replaced=True)
         else:
@@ -241,10 +249,6 @@ def _undecided(
     """Look who holds the keys; return the rows that are to be tried again, since the key is free or was freed now."""
     found = connection.execute(target.statements.holders, _keys(refused), execution_options=_PLAIN)
     holders = {(holder.kind, holder.unique_key): holder for holder in found}
-    kept: set[uuid.UUID] = set()
-    if insertion.at_commit:
-        refusing = [holders[row.key] for row in refused if not row.replaces and row.key in holders]
-        kept = _kept(connection, target, refusing)
     again: list[Row] = []
     release: dict[tuple[str, str], bool] = {}
     done: list[Row] = []
@@ -255,16 +259,15 @@ def _undecided(
             again.append(row)
             if holder is not None:
                 release[row.key] = row.replaces or release.get(row.key, False)
-        elif insertion.at_commit and holder.waits and holder.id not in kept:  # a worker has taken it just now
-            again.append(row)
         elif holder.id == insertion.running:
-            insertion.own.append(row.job)
+            insertion.own += row.jobs
         else:
             row.refused_by(holder.id)
-            if holder.waits and insertion.at_commit:  # workers that pass it by now are to look again after the commit
-                queues.add(holder.queue)
-            elif holder.waits:
-                insertion.refused.append(row.job)
+            if row.keeps and holder.status is JobStatus.QUEUED:
+                if insertion.at_commit:  # workers that pass it by now are to look again after the commit
+                    queues.add(holder.queue)
+                else:
+                    insertion.refused += row.jobs
             if holder.status is JobStatus.DONE:
                 done.append(row)
     if release:
@@ -285,14 +288,6 @@ def _undecided(
 def _keys(rows: list[Row]) -> dict[str, list[str]]:
     keys = dict.fromkeys(row.key for row in rows)
     return {"kinds": [kind for kind, _ in keys], "keys": [key for _, key in keys]}
-
-
-def _kept(connection: sa.Connection, target: Target, holders: list[Any]) -> set[uuid.UUID]:
-    """Have the holders that give up their key when they start not start before the commit; return those that are so."""
-    ids = {holder.id for holder in holders if holder.waits and not holder.lapsed}
-    if not ids:
-        return ids
-    return set(connection.execute(target.statements.keep, {"ids": list(ids)}, execution_options=_PLAIN).scalars())
 
 
 def _as_json(rows: list[Row]) -> str:

@@ -148,10 +148,10 @@ class Statements:
         self.insert_replacing = self._replacing(self._insert())
         self.insert_rows = self._unless_held(self._insert_rows()).returning(table.c.id)
         self.insert_rows_replacing = self._replacing(self._insert_rows())
+        self.insert_locking = self._locking(self._insert())
+        self.insert_rows_locking = self._locking(self._insert_rows())
         self.copyable = self._copyable()
         self.holders = self._holders()
-        self.keep = self._keep()
-        self.keep_keys = self._keep_keys()
         self.release = self._release()
         self.claim = self._claim()
         self.lock_keys = self._lock_keys()
@@ -252,6 +252,20 @@ class Statements:
             where=c.status == sa.literal_column("'queued'"),
         ).returning(c.id, c.kind, c.unique_key, c.queue)
 
+    def _locking(self, statement: Any) -> sa.Executable:
+        """Leave out the jobs whose unique key is held, and lock the rows that hold them: it changes none.
+
+        In the order of the keys, as the INSERT comes upon them; a look-up afterwards would lock a lower key's row when
+        higher keys are inserted already, and two that do so deadlock. No two jobs of one statement may have one key.
+        """
+        c = self.table.c
+        return statement.on_conflict_do_update(  # type: ignore[no-any-return]
+            index_elements=[c.kind, c.unique_key],
+            index_where=sa.text("unique_held"),
+            set_={"priority": c.priority},
+            where=sa.false(),
+        ).returning(c.id)
+
     def _copyable(self) -> sa.Executable:
         """Whether a COPY into a table does what an INSERT does; ``table`` is its name as SQL. No row: no such table.
 
@@ -288,32 +302,8 @@ class Statements:
         wanted = _rows("wanted", kind=("kinds", sa.Text), key=("keys", sa.Text))
         held = sa.and_(job.c.kind == wanted.c.kind, job.c.unique_key == wanted.c.key, job.c.unique_held)
         lapsed = sa.func.coalesce(self._lapsed(job.c), sa.false()).label("lapsed")
-        waits = sa.and_(_status("job", "queued"), job.c.unique_until == sa.literal_column("'started'")).label("waits")
-        columns = [job.c.kind, job.c.unique_key, job.c.id, job.c.status, job.c.queue, lapsed, waits]
+        columns = [job.c.kind, job.c.unique_key, job.c.id, job.c.status, job.c.queue, lapsed]
         return sa.select(*columns).select_from(wanted.join(job, held))
-
-    def _keep(self) -> sa.Executable:
-        """Keep jobs of ``ids`` queued until the transaction ends; the ids of those that are, and hold their keys.
-
-        For keys that are held until the start: the twin that was refused for one is to be done by it, and what it is
-        about is not committed yet. FOR SHARE makes claims pass the job by, and lets other producers do the same.
-        """
-        c = self.table.c
-        queued = sa.and_(c.status == sa.literal_column("'queued'"), c.unique_held)
-        found = sa.select(c.id).where(c.id == _any_of("ids", sa.Uuid), queued).order_by(c.id)
-        return found.with_for_update(read=True)
-
-    def _keep_keys(self) -> sa.Executable:
-        """The same for the jobs that hold keys until they start: ``kinds`` and ``keys``, aligned. In the order of keys.
-
-        Before jobs with these keys are inserted: who has inserted higher keys must not wait for the lower ones' rows.
-        """
-        job = self.table.alias("job")
-        wanted = _rows("wanted", kind=("kinds", sa.Text), key=("keys", sa.Text))
-        held = sa.and_(job.c.kind == wanted.c.kind, job.c.unique_key == wanted.c.key, job.c.unique_held)
-        waits = sa.and_(_status("job", "queued"), job.c.unique_until == sa.literal_column("'started'"))
-        found = sa.select(job.c.id).select_from(wanted.join(job, held)).where(waits)
-        return found.order_by(job.c.kind, job.c.unique_key).with_for_update(read=True, of=job)
 
     def _release(self) -> sa.Executable:
         """Take unique keys from the jobs that hold them: ``kinds``, ``keys`` and ``started``, aligned.
