@@ -367,7 +367,7 @@ def test_columns_of_the_applications_own_get_their_values(engine: Engine, record
 
 
 @pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
-async def test_with_a_snapshot(driver: Driver, level: Any, observer: Observer) -> None:
+async def test_a_copy_works_at_the_levels_that_keep_a_snapshot(driver: Driver, level: Any, observer: Observer) -> None:
     def enqueue(session: Session) -> None:
         session.connection(execution_options={"isolation_level": level})
         committed(1500)(session)
@@ -376,7 +376,7 @@ async def test_with_a_snapshot(driver: Driver, level: Any, observer: Observer) -
     assert observer.scalar("SELECT count(*) FROM enlist_job") == 1500
 
 
-def test_in_two_phases(engine: Engine, observer: Observer) -> None:
+def test_a_copy_is_prepared_and_committed_in_two_phases(engine: Engine, observer: Observer) -> None:
     with Session(engine, twophase=True) as session:
         handles = repo.enqueue_many(session, [Note(text="a")] * 1500)
         session.prepare()
@@ -496,6 +496,9 @@ async def test_a_network_that_dies_in_a_copy(name: str, database_url: URL, obser
 def test_an_interrupt_in_a_copy_gives_the_connection_up(
     engine: Engine, gate: Callable[[], int], observer: Observer
 ) -> None:
+    # A shell that starts the tests in the background has them ignore it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+
     def interrupt() -> None:
         gate()
         os.kill(os.getpid(), signal.SIGINT)
@@ -504,6 +507,7 @@ def test_an_interrupt_in_a_copy_gives_the_connection_up(
         handles = repo.enqueue_many(session, [SendReceipt(order_id=number) for number in range(3000)])
         with meanwhile(interrupt), pytest.raises(KeyboardInterrupt):
             session.commit()
+        signal.signal(signal.SIGINT, before)
         session.rollback()
         assert {handle.state for handle in handles} == {JobState.DISCARDED}
         committed(1100)(session)

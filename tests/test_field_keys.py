@@ -296,7 +296,7 @@ def test_of_many_that_race_for_a_key_one_wins_whatever_the_outcomes(
 
 
 @pytest.mark.parametrize("on_conflict", ["ignore", "replace"])
-def test_batches_in_opposite_orders_of_several_kinds_and_tables_never_deadlock(
+def test_batches_in_opposite_orders_of_several_kinds_never_deadlock(
     engine: Engine, observer: Observer, pool: ThreadPoolExecutor, on_conflict: Literal["ignore", "replace"]
 ) -> None:
     letters = "abcdefghijklmnopqrst"

@@ -99,9 +99,11 @@ def test_many_commits_are_coalesced_with_the_first_at_once(
 
 def test_the_last_of_a_burst_is_sent(engine: Engine, observer: Observer) -> None:
     observer.listen(CHANNEL)
-    for _ in range(3):
+    commit(engine, "q")
+    assert observer.notified(timeout=5, at_least=1) == ["q"]
+    for _ in range(2):
         commit(engine, "q")
-    assert len(observer.notified(timeout=1, at_least=2)) == 2
+    assert observer.notified(timeout=5, at_least=1) == ["q"]
 
 
 def test_notify_in_the_transaction(engine: Engine, observer: Observer, statements: StatementRecorder) -> None:

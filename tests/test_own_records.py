@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import enum
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -308,6 +309,23 @@ def test_two_queues_share_a_transaction_and_no_keys(tables: Engine) -> None:
         assert (a.inserted, b.inserted, c.existing_id) == (True, True, a.id)
         assert session.get(AppJob, a.id) is not None
         assert session.get(JobRecord, b.id) is not None
+
+
+def test_flushes_to_two_tables_in_opposite_orders_do_not_deadlock(tables: Engine) -> None:
+    repositories = [repo, JobRepository()]
+
+    def write(order: int) -> None:
+        for round_ in range(30):
+            with Session(tables) as session, session.begin():
+                for each in repositories[::order]:
+                    each.enqueue_many(session, [(Note(), {"unique_key": f"{round_}-{key}"}) for key in range(5)])
+
+    with ThreadPoolExecutor(2) as pool:
+        for future in [pool.submit(write, order) for order in (1, -1)]:
+            future.result(30)
+    with Session(tables) as session:
+        for record in (AppJob, JobRecord):
+            assert session.scalar(sa.select(sa.func.count()).select_from(record)) == 150
 
 
 def test_workers_of_two_queues_keep_apart(tables: Engine) -> None:

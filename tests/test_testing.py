@@ -542,7 +542,7 @@ def raising(error: BaseException) -> Callable[[Session, Job[Note]], None]:
     return body
 
 
-def test_snooze_cancel_and_retry(session: Session) -> None:
+def test_snooze_cancel_and_retry_end_an_attempt_as_for_a_worker(session: Session) -> None:
     def end(session: Session, job: Job[Note]) -> None:
         raise {"snooze": Snooze(60), "cancel": Cancel("gone"), "retry": Retry(60)}[job.payload.text]
 
@@ -939,7 +939,7 @@ class AppJob(JobRecordMixin, OwnBase):
     tenant: Mapped[int | None]
 
 
-def test_an_applications_own_job_class(connection: sa.Connection, session: Session) -> None:
+def test_an_applications_own_job_class_is_drained_and_found(connection: sa.Connection, session: Session) -> None:
     OwnBase.metadata.create_all(connection)
     own = JobRepository(AppJob)
     own.enqueue(session, Note(text="own"), values={"tenant": 7})

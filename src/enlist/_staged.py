@@ -14,8 +14,11 @@ from enlist.handle import JobHandle
 from enlist.models import JobRecordMixin
 
 if TYPE_CHECKING:
+    import uuid
+
     from sqlalchemy.orm import Mapper
 
+    from enlist.handle import Batch
     from enlist.payload import PayloadOptions
 
 __all__ = [
@@ -131,6 +134,30 @@ class StagedJob(JobHandle):
         self.call = call
         self._existing_id = None
         self._replaced = False
+
+    @property
+    def number(self) -> int:
+        """The id as an integer."""
+        return self._number
+
+    def stage(self, number: int, batch: Batch) -> None:
+        """Give the job its id, and the batch that it is written with. For ``enqueue`` alone."""
+        self._number = number
+        self._batch = batch
+
+    def move_to(self, batch: Batch) -> None:
+        """Share the fate of another batch. For the flush alone."""
+        self._batch = batch
+
+    def stage_again(self, batch: Batch) -> None:
+        """Be as if not refused, in another batch. For the commit alone."""
+        self._batch = batch
+        self._existing_id = None
+
+    def refused_by(self, holder: uuid.UUID, *, replaced: bool = False) -> None:
+        """Note the job that holds the unique key, and whether it has got the payload. For the flush alone."""
+        self._existing_id = holder
+        self._replaced = replaced
 
     def release(self) -> None:
         """Let go of what the row was made of, once it is written or discarded: the handle may live long."""

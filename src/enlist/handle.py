@@ -81,39 +81,19 @@ class Batch:
 class JobHandle:
     """A job as its producer knows it. Readable at any time, after commit and close too, with no SQL."""
 
-    __slots__ = ("__weakref__", "_batch", "_existing_id", "_replaced", "number")
+    __slots__ = ("__weakref__", "_batch", "_existing_id", "_number", "_replaced")
 
-    number: int
-    """The id as an integer."""
+    _number: int  # the id as an integer
     _batch: Batch
 
     def __init__(self) -> None:
         self._existing_id: uuid.UUID | None = None
         self._replaced = False
 
-    def stage(self, number: int, batch: Batch) -> None:
-        """Give the job its id, and the batch that it is written with. For ``enqueue`` alone."""
-        self.number = number
-        self._batch = batch
-
-    def move_to(self, batch: Batch) -> None:
-        """Share the fate of another batch. For the flush alone."""
-        self._batch = batch
-
-    def stage_again(self, batch: Batch) -> None:
-        """Be as if not refused, in another batch. For the commit alone."""
-        self._batch = batch
-        self._existing_id = None
-
-    def refused_by(self, holder: uuid.UUID, *, replaced: bool = False) -> None:
-        """Note the job that holds the unique key, and whether it has got the payload. For the flush alone."""
-        self._existing_id = holder
-        self._replaced = replaced
-
     @property
     def id(self) -> uuid.UUID:
         """The job's id (UUIDv7), final at once. With ``DUPLICATE`` there is no such row."""
-        return uuid.UUID(int=self.number)  # made when asked for: of 100,000 jobs few are
+        return uuid.UUID(int=self._number)  # made when asked for: of 100,000 jobs few are
 
     @property
     def state(self) -> JobState:
