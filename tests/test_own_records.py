@@ -312,7 +312,7 @@ def test_two_queues_share_a_transaction_and_no_keys(tables: Engine) -> None:
 
 
 def test_flushes_to_two_tables_in_opposite_orders_do_not_deadlock(tables: Engine) -> None:
-    repositories = [repo, JobRepository()]
+    repositories: list[JobRepository[Any]] = [repo, JobRepository()]
 
     def write(order: int) -> None:
         for round_ in range(30):
