@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import datetime as dt
 import re
+import shlex
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -973,9 +974,9 @@ def test_the_fixtures_and_tests_of_the_documentation_pass(
     (package / "jobs.py").write_text(hidden[1])
     for name, source in files.items():
         (pytester.path / name).write_text(source)
-    root = str(Path(__file__).parents[1])
+    root = Path(__file__).parents[1]
     pytester.makeini(
-        f"[pytest]\npythonpath = . {root} {root}/src\nfilterwarnings = error\n"
+        f"[pytest]\npythonpath = . {shlex.quote(str(root))} {shlex.quote(str(root / 'src'))}\nfilterwarnings = error\n"
         "asyncio_default_fixture_loop_scope = function\n"
     )
     result = pytester.runpytest_subprocess("-q", "-p", "no:cacheprovider", "-p", "no:xdist")
