@@ -231,12 +231,16 @@ def test_a_savepoint_of_the_connection_within_one_of_the_session(engine: Engine,
     assert texts(observer) == ["kept"]
 
 
-def test_a_savepoint_that_is_rolled_back_as_sql_leaves_doubt(engine: Engine, observer: Observer) -> None:
+@pytest.mark.parametrize("name", ["mine", "savepoint1", "sa_save"])
+@pytest.mark.parametrize("verb", ["ROLLBACK TO SAVEPOINT", "ROLLBACK TO", "rollback transaction to  savepoint"])
+def test_a_savepoint_that_is_rolled_back_as_sql_leaves_doubt(
+    engine: Engine, observer: Observer, verb: str, name: str
+) -> None:
     with Session(engine) as session:
-        session.execute(sa.text("SAVEPOINT mine"))
+        session.execute(sa.text(f"SAVEPOINT {name}"))
         handle = repo.enqueue(session, Note(text="a"))
         session.flush()
-        session.execute(sa.text("ROLLBACK TO SAVEPOINT mine"))
+        session.execute(sa.text(f"{verb} {name}"))
         assert state_of(handle) is JobState.UNKNOWN
         after = repo.enqueue(session, Note(text="b"))
         session.commit()
@@ -320,3 +324,52 @@ def test_a_connection_lost_before_the_commit_was_sent_leaves_none(engine: Engine
         session.rollback()
         assert handle.state is JobState.DISCARDED
     assert texts(observer) == []
+
+
+@pytest.mark.parametrize("end", ["commit", "rollback"])
+def test_a_joined_transaction_that_was_ended_and_goes_on_is_noticed(
+    engine: Engine, observer: Observer, end: str
+) -> None:
+    with engine.connect() as connection:
+        outer = connection.begin()
+        with Session(connection) as session:
+            handle = repo.enqueue(session, Note(text="a"))
+            session.flush()
+            getattr(outer, end)()
+            session.execute(sa.text("SELECT 1"))  # the connection begins another
+            with pytest.raises(SessionError, match="behind its back"):
+                session.commit()
+            assert handle.state is JobState.UNKNOWN
+    assert texts(observer) == (["a"] if end == "commit" else [])
+
+
+@pytest.mark.parametrize("how", ["close", "reset", "forget"])
+def test_a_session_that_ends_leaves_a_joined_transaction_to_its_owner(
+    engine: Engine, observer: Observer, how: str
+) -> None:
+    with engine.connect() as connection:
+        connection.begin()
+        session = Session(connection)
+        handle = repo.enqueue(session, Note(text="a"))
+        session.flush()
+        if how == "forget":
+            del session
+            gc.collect()
+        else:
+            getattr(session, how)()
+        connection.commit()
+    assert texts(observer) == ["a"]
+    assert handle.state is JobState.UNKNOWN
+
+
+@pytest.mark.filterwarnings("ignore:transaction already deassociated")
+def test_an_error_after_the_connections_own_commit_says_nothing_of_it(engine: Engine, observer: Observer) -> None:
+    with Session(engine) as session:
+        handle = repo.enqueue(session, Note(text="a"))
+        session.flush()
+        session.connection().commit()
+        with pytest.raises(sa.exc.DBAPIError):
+            session.execute(sa.text("SELECT 1/0"))
+        session.rollback()
+        assert handle.state is JobState.UNKNOWN
+    assert texts(observer) == ["a"]

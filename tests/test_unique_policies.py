@@ -281,6 +281,30 @@ def test_a_job_that_was_refused_in_a_savepoint_goes_with_it(engine: Engine, obse
     assert texts(observer) == ["first"]
 
 
+@pytest.mark.parametrize("started", [False, True])
+def test_a_commit_that_a_listener_has_stopped_can_be_called_again(
+    engine: Engine, observer: Observer, started: bool
+) -> None:
+    first = enqueue(engine, "first", unique_until="started")
+    with Session(engine) as session:
+        refused = repo.enqueue(session, Note(text="again"), unique_key="k", unique_until="started")
+        session.flush()
+        if started:
+            worker(engine, something).drain(timeout=20)
+
+        def stop(_session: Session) -> None:
+            raise ValueError("not now")
+
+        sa.event.listen(session, "before_commit", stop)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="not now"):
+                session.commit()
+        sa.event.remove(session, "before_commit", stop)
+        session.commit()
+    assert (refused.inserted, refused.existing_id) == (started, None if started else first.id)
+    assert texts(observer) == (["first", "again"] if started else ["first"])
+
+
 def test_refusing_and_replacing_the_same_keys_does_not_deadlock(engine: Engine, database_url: URL) -> None:
     """Who is refused waits for the row of a lower key before it inserts a higher one, not after."""
     enqueue(engine, unique_until="started")  # of key k
@@ -629,6 +653,21 @@ def test_a_successor_in_a_savepoint_goes_with_it(engine: Engine, observer: Obser
     worker(engine, handle).drain(timeout=20)
     assert [handle.state for handle in made] == [JobState.DISCARDED, JobState.COMMITTED]
     assert texts(observer) == ["first", "b"]
+
+
+def test_a_successor_in_a_savepoint_of_the_connection_goes_with_it(engine: Engine, observer: Observer) -> None:
+    made: list[JobHandle] = []
+
+    def handle(session: Session, job: Job[Note]) -> None:
+        savepoint = session.connection().begin_nested()
+        made.append(repo.enqueue(session, Note(text="a"), unique_key="k", unique_until="finished", delay=3600))
+        session.flush()
+        savepoint.rollback()
+
+    enqueue(engine, "first", unique_until="finished")
+    worker(engine, handle).drain(timeout=20)
+    assert [handle.state for handle in made] == [JobState.DISCARDED]
+    assert texts(observer) == ["first"]
 
 
 def test_a_second_successor_is_a_duplicate_of_the_first(engine: Engine) -> None:

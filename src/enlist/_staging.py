@@ -33,7 +33,7 @@ from enlist.handle import Batch, Ending, JobState, Write
 from enlist.models import JobRecordMixin
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from sqlalchemy.orm import InstanceState, SessionTransaction, UOWTransaction
 
@@ -74,7 +74,7 @@ class Stage:
         """
         self.batch.end(JobState.DISCARDED)
         for transaction, batches in self.batches.items():
-            in_doubt = _is_in_doubt(transaction, batches) or _is_joined(transaction)
+            in_doubt = _is_in_doubt(transaction, batches)
             for batch in batches:
                 batch.end(JobState.UNKNOWN if in_doubt else JobState.DISCARDED)
 
@@ -243,7 +243,11 @@ def _write(session: Session, stage: Stage) -> None:
         batch, stage.batch = stage.batch, Batch()
         jobs, stage.jobs = stage.jobs, []
         insertion = Insertion(session.info.get(RUNNING), stage.committing)
-        write(session, jobs, batch, insertion)
+        try:
+            write(session, jobs, batch, insertion)
+        except BaseException:
+            _release(jobs)
+            raise
         batch.state = JobState.INSERTED
         batch.refused = insertion.refused
         if insertion.own:
@@ -251,7 +255,11 @@ def _write(session: Session, stage: Stage) -> None:
             waiting = Batch(waiting=insertion.own)
             for job in insertion.own:
                 job.move_to(waiting)
+            for target in {job.target for job in insertion.own}:
+                note(connection_for(session, target), target, waiting)  # a savepoint may end before they are written
             written.append(waiting)
+        kept = {*insertion.own, *insertion.refused}
+        _release(job for job in jobs if job not in kept)
     stage.writing = False
     stage.home = None
 
@@ -266,6 +274,7 @@ def write_waiting(session: Session) -> None:
         jobs, batch.waiting = batch.waiting, []
         write(session, jobs, batch, Insertion(None, at_commit=True))
         batch.state = JobState.INSERTED
+        _release(jobs)
 
 
 def _write_refused(session: Session, stage: Stage) -> None:
@@ -275,14 +284,30 @@ def _write_refused(session: Session, stage: Stage) -> None:
     this transaction is about, and nobody would do it.
     """
     written = [batch for batches in stage.batches.values() for batch in batches if batch.state is JobState.INSERTED]
-    refused = [job for batch in written for job in batch.refused]
-    if refused:
-        batch = Batch()
-        stage.batches.setdefault(_boundary(session), []).append(batch)
-        for job in refused:
-            job.stage_again(batch)
-        write(session, refused, batch, Insertion(session.info.get(RUNNING), at_commit=True))
-        batch.state = JobState.INSERTED
+    refused = [(job, batch, job.existing_id) for batch in written for job in batch.refused]
+    if not refused:
+        return
+    again = Batch()
+    stage.batches.setdefault(_boundary(session), []).append(again)
+    jobs = [job for job, *_ in refused]
+    for job in jobs:
+        job.stage_again(again)
+    try:
+        write(session, jobs, again, Insertion(session.info.get(RUNNING), at_commit=True))
+    except BaseException:
+        for job, batch, holder in refused:  # as they were: commit() may be called again
+            job.move_to(batch)
+            job.refused_by(holder)
+        raise
+    again.state = JobState.INSERTED
+    for batch in written:
+        batch.refused = []
+    _release(jobs)
+
+
+def _release(jobs: Iterable[StagedJob]) -> None:
+    for job in jobs:
+        job.release()
 
 
 def _pending_to_transient(session: Session, instance: object) -> None:
@@ -309,7 +334,7 @@ def _refuse_lost_transaction(stage: Stage) -> None:
     """Refuse a commit that would do nothing, without an error: the jobs written before are not there any more."""
     written = [batch for batches in stage.batches.values() for batch in batches]
     for write_ in [write_ for batch in written for write_ in batch.writes]:
-        if write_.ending is Ending.PAST_US or is_transaction_over(write_.driver_connection):
+        if write_.ending is not None or is_transaction_over(write_.driver_connection):
             for batch in written:
                 batch.end(JobState.UNKNOWN)
             stage.batches.clear()
@@ -417,7 +442,11 @@ def _discard(session: Session, stage: Stage, transaction: SessionTransaction) ->
 def _is_in_doubt(transaction: SessionTransaction, batches: list[Batch]) -> bool:
     """Whether the transaction was committed, perhaps: its COMMIT got no answer, or it was ended without the session."""
     endings = {write_.ending for batch in batches for write_ in batch.writes}
-    return transaction.parent is None and not endings.isdisjoint({Ending.COMMIT_SENT, Ending.PAST_US})
+    if transaction.parent is not None:
+        return False
+    # One that the session has joined may go on when the session ends: close() does not roll it back in each mode.
+    goes_on = None in endings and _is_joined(transaction)
+    return goes_on or not endings.isdisjoint({Ending.COMMIT_SENT, Ending.PAST_US})
 
 
 def _boundary(session: Session) -> SessionTransaction:

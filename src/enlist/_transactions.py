@@ -35,7 +35,7 @@ ENDING_STATEMENT: Final = re.compile(
 """SQL text that ends a transaction; ROLLBACK TO a savepoint does not."""
 
 _ROLLBACK_TO: Final = re.compile(
-    r"(?:\s|--[^\n]*\n|/\*.*?\*/)*ROLLBACK\s+(?:(?:WORK|TRANSACTION)\s+)?TO\s+(?:SAVEPOINT\s+)?(?!SAVEPOINT|sa_savepoint_)",
+    r"(?:\s|--[^\n]*\n|/\*.*?\*/)*ROLLBACK\s+(?:(?:WORK|TRANSACTION)\s+)?TO\s+(?:SAVEPOINT\s+)?(?!SAVEPOINT\s|sa_savepoint_)",
     re.IGNORECASE | re.DOTALL,
 )
 """SQL text that rolls back to a savepoint of the application's: SQLAlchemy's own have another name."""
@@ -95,7 +95,9 @@ def _handle_error(context: sa.ExceptionContext) -> None:
         write.ending = Ending.PAST_US
     committing = _committing.pop(connection, ())
     error = context.sqlalchemy_exception
-    if error is not None and not context.is_disconnect and sqlstate(error) is not None:
+    # A COMMIT is no statement; an error of a statement is of the next transaction.
+    is_answer = error is not None and context.statement is None and not context.is_disconnect
+    if is_answer and error is not None and sqlstate(error) is not None:
         for write in _writes(committing):  # the server's own word: it has rolled back instead
             write.ending = Ending.ROLLBACK_SENT
 
@@ -124,7 +126,8 @@ def _rollback_savepoint(connection: sa.Connection, name: str, _context: None) ->
         if write is not None:
             if not _is_within(write.savepoint, name):
                 return  # nor is what was written before
-            if write.batch.state is JobState.INSERTED:  # one of the session tells it too, in a moment
+            # One of the session tells it too, in a moment. Staged are those that wait for their handler's job.
+            if write.batch.state in {JobState.INSERTED, JobState.STAGED}:
                 write.batch.end(JobState.DISCARDED)
         references.pop()
 

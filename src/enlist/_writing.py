@@ -35,26 +35,18 @@ _SCHEMA_STATES: Final = {"42P01", "42703", "42P10"}
 def write(session: Session, jobs: Sequence[StagedJob], batch: Batch, insertion: Insertion) -> None:
     """Write the jobs in the session's transaction, and note in the batch where they went.
 
-    Those that are to be looked at again are in the insertion then; the others are let go of.
+    Those that are to be looked at again are in the insertion then.
     """
-    done = False
-    try:
-        # By table, whatever the repositories: of one key the order of the calls counts.
-        by_table: dict[Statements, list[StagedJob]] = {}
-        for job in jobs:
-            _resolve(job)
-            by_table.setdefault(job.target.statements, []).append(job)
-        # In one order everywhere: transactions that write to several tables must not wait for each other in a circle.
-        for statements in sorted(by_table, key=lambda statements: statements.channel):
-            staged = by_table[statements]
-            target = max({job.target for job in staged}, key=lambda target: NOTIFYING.index(target.notify))
-            _write_table(session, target, staged, batch, insertion)
-        done = True
-    finally:
-        kept = {*insertion.own, *insertion.refused} if done else set()
-        for job in jobs:
-            if job not in kept:
-                job.release()
+    # By table, whatever the repositories: of one key the order of the calls counts.
+    by_table: dict[Statements, list[StagedJob]] = {}
+    for job in jobs:
+        _resolve(job)
+        by_table.setdefault(job.target.statements, []).append(job)
+    # In one order everywhere: transactions that write to several tables must not wait for each other in a circle.
+    for statements in sorted(by_table, key=lambda statements: statements.channel):
+        staged = by_table[statements]
+        target = max({job.target for job in staged}, key=lambda target: NOTIFYING.index(target.notify))
+        _write_table(session, target, staged, batch, insertion)
 
 
 def _write_table(session: Session, target: Target, jobs: list[StagedJob], batch: Batch, insertion: Insertion) -> None:
