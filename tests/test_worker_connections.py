@@ -125,6 +125,7 @@ def test_a_closed_port_is_waited_for(network: Network, jobs: Jobs, caplog: pytes
 # -- in the middle -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fast", "immediate"])
 def test_it_survives_a_restart_of_the_server(mode: Any, private_server: EmbeddedServer) -> None:
     """With jobs running: afterwards all are done, each once."""

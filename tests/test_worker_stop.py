@@ -82,6 +82,7 @@ def test_a_second_signal_ends_it_now(number: signal.Signals, database_url: URL, 
     assert jobs.effects(job_id) == []
 
 
+@pytest.mark.slow
 def test_a_plain_handler_that_never_returns_does_not_keep_the_process(database_url: URL, jobs: Jobs) -> None:
     with WorkerProcess(database_url, shutdown_timeout=0.3, lease=1) as process:
         job_id = jobs.add("asleep")
@@ -101,6 +102,7 @@ def test_a_plain_handler_that_never_returns_does_not_keep_the_process(database_u
     _taken_over(handlers, database_url, jobs, job_id)
 
 
+@pytest.mark.slow
 def test_a_thread_of_an_async_handler_that_never_returns_does_not_keep_it_either(database_url: URL, jobs: Jobs) -> None:
     with WorkerProcess(database_url, shutdown_timeout=0.3, lease=60) as process:
         job_id = jobs.add("async asleep")
