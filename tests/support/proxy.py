@@ -44,6 +44,7 @@ class LossyProxy:
 
     def __exit__(self, *exc_info: object) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
+        self._threads[0].join(5)  # the one that accepts: it may be about to add a connection
         with self._lock:
             for one in self._sockets:
                 _cut(one)
