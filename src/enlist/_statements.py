@@ -1,16 +1,18 @@
 """Every SQL statement of enlist, with the reason for its shape.
 
-Built once per job table and kept (building one costs more than running it). Rules they all follow:
+Built once per job table and kept (building one costs more than running it), but
+those with an operator's conditions. Rules they all follow:
 
-- Parameters go in as arrays through ``unnest``: one SQL text whatever their number, so it is prepared once; and
-  PostgreSQL estimates ``unnest`` of a sub-select at ten rows whatever the table's statistics say, so the plan is
-  the same on an empty table and on a full one.
+- Parameters go in as arrays through ``unnest`` (jobs to insert as one JSON text): one SQL text whatever their number,
+  so it is prepared once; and PostgreSQL estimates ``unnest`` of a sub-select at ten rows whatever the table's
+  statistics say, so the plan is the same on an empty table and on a full one.
 - Rows are found and locked in a MATERIALIZED CTE and updated by ``id = ANY(ARRAY(SELECT id ...))``. A sub-select in
   ``IN`` may be run again for each outer row, and then locks more than its LIMIT; an array is computed once, and only
   the primary key can serve it.
 - Locks are ``FOR NO KEY UPDATE``: an open insert that references the job holds ``KEY SHARE`` on it, which would hide
   the row from ``FOR UPDATE SKIP LOCKED``.
-- Statements on several jobs lock them in the order of their ids, so that no two can deadlock.
+- Statements on several jobs lock them in the order of their ids, so that no two of them can deadlock. Inserts, and the
+  retries that take keys again, go in the order of the unique keys.
 - ``statement_timestamp()``, never ``now()``: late in a long transaction ``now()`` is past.
 - The running status is tested as ``coalesce(status, '')``: written plainly, the predicate of a partial index would
   match, and under stale statistics a plan may walk all running jobs instead of probing the primary key.
