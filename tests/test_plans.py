@@ -53,6 +53,7 @@ HOT: dict[str, tuple[Any, dict[str, Any]]] = {
     "release_lapsed": (STATEMENTS.release_lapsed, {"ids": IDS}),
     "present": (STATEMENTS.present, {"ids": IDS}),
     "holders": (STATEMENTS.holders, {"kinds": ["a", "a"], "keys": ["1", "2"]}),
+    "release": (STATEMENTS.release, {"kinds": ["a", "a"], "keys": ["1", "2"], "started": [True, False]}),
 }
 
 FILL = """
