@@ -14,6 +14,7 @@ from sqlalchemy.orm.attributes import set_committed_value
 from enlist._driver import constraint_name, is_autocommit
 from enlist._options import MAX_INTEGER, Duration, as_timedelta, check_integer, shown
 from enlist._staging import flush_staged, note_write
+from enlist._statements import PLAIN
 from enlist._writing import notify_in_time, unbound_error
 from enlist.exceptions import InvalidOption, SessionError, UniqueKeyContended
 from enlist.models import JobStatus
@@ -34,9 +35,6 @@ Which: TypeAlias = uuid.UUID | Iterable[uuid.UUID] | Condition
 
 RETRY_TRIES: Final = 3
 """How often a retry looks for the holders of unique keys, when others take and release them meanwhile."""
-
-_PLAIN: Final = {"stream_results": False, "yield_per": None}
-"""Whatever the engine's options say: there is no cursor on the server for an UPDATE."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +79,7 @@ def change(
     if ids is None:
         free = [] if limit is None or command.free is None else [command.free]
         found = target.statements.picked(command.fits, [*free, *picked.conditions], limit)
-        ids = list(connection.execute(found, execution_options=_PLAIN).scalars())
+        ids = list(connection.execute(found, execution_options=PLAIN).scalars())
     rows = _run(connection, target, command, ids, parameters) if ids else []
     verdicts: dict[str, list[uuid.UUID]] = {"changed": [], "superseded": []}
     queues: set[str] = set()
@@ -106,13 +104,13 @@ def _run(
     """Run a command by ids; with a unique key that is taken in that moment, look again."""
     statements = target.statements
     if command is not statements.retry:
-        return list(connection.execute(command.run, {"ids": ids, **parameters}, execution_options=_PLAIN))
+        return list(connection.execute(command.run, {"ids": ids, **parameters}, execution_options=PLAIN))
     rows: list[Any] = []
     for _ in range(RETRY_TRIES):
         try:
             # A savepoint, so that the transaction outlives the index's refusal.
             with connection.begin_nested():
-                found = connection.execute(command.run, {"ids": ids}, execution_options=_PLAIN).all()
+                found = connection.execute(command.run, {"ids": ids}, execution_options=PLAIN).all()
         except sa.exc.IntegrityError as error:
             if constraint_name(error) != f"{statements.table.name}_unique":
                 raise
@@ -121,7 +119,7 @@ def _run(
         ids = [row.id for row in found if row.verdict == "lapsed"]
         if not ids:
             return rows
-        connection.execute(statements.release_lapsed, {"ids": ids})
+        connection.execute(statements.release_lapsed, {"ids": ids}, execution_options=PLAIN)
     raise UniqueKeyContended(
         f"the unique key of one of {len(ids)} jobs was taken by another transaction at each of {RETRY_TRIES} tries to"
         f" queue it again, such as {ids[0]}: retry the transaction"
@@ -131,14 +129,14 @@ def _run(
 def count(session: Session, target: Target, conditions: Sequence[Any]) -> dict[JobStatus, int]:
     """Count the jobs that meet conditions, by status; each status is there."""
     counts = target.statements.counts(_conditions(target, conditions))
-    found = _connection(session, target).execute(counts, execution_options=_PLAIN)
+    found = _connection(session, target).execute(counts, execution_options=PLAIN)
     return dict.fromkeys(JobStatus, 0) | {row.status: row.jobs for row in found}
 
 
 def oldest_queued_age(session: Session, target: Target, conditions: Sequence[Any]) -> dt.timedelta | None:
     """Read how long the oldest due job that meets conditions has been due."""
     age = target.statements.oldest_queued_age(_conditions(target, conditions))
-    found: dt.timedelta | None = _connection(session, target).execute(age, execution_options=_PLAIN).scalar_one()
+    found: dt.timedelta | None = _connection(session, target).execute(age, execution_options=PLAIN).scalar_one()
     return found
 
 
@@ -149,7 +147,7 @@ def prune(session: Session, target: Target, conditions: Sequence[Any], older_tha
         "limit": check_integer("limit", limit, 1, MAX_INTEGER),
     }
     statement = target.statements.prune(_conditions(target, conditions))
-    found = _connection(session, target).execute(statement, parameters, execution_options=_PLAIN)
+    found = _connection(session, target).execute(statement, parameters, execution_options=PLAIN)
     deleted = list(found.scalars())
     loaded = _loaded(session, target, deleted)
     # Undocumented; what SQLAlchemy does for its own DELETE of many rows: a rollback brings them back.
@@ -191,7 +189,7 @@ def _refresh(session: Session, target: Target, connection: sa.Connection, ids: l
         return
     # Undocumented; what SQLAlchemy does for its own UPDATE of many rows: a savepoint's rollback expires them.
     session._register_altered([sa.inspect(record) for record in loaded.values()])
-    for row in connection.execute(target.statements.present, {"ids": list(loaded)}, execution_options=_PLAIN):
+    for row in connection.execute(target.statements.present, {"ids": list(loaded)}, execution_options=PLAIN):
         as_it_was = sa.inspect(loaded[row.id]).unmodified
         for name, value in row._mapping.items():
             if name != "id" and name in as_it_was:

@@ -14,7 +14,6 @@ __all__ = [
     "brief",
     "constraint_name",
     "is_autocommit",
-    "is_closed",
     "is_known_autocommit",
     "is_transaction_failed",
     "is_transaction_over",

@@ -13,9 +13,9 @@ import sqlalchemy as sa
 
 from enlist._copying import can_copy, copy_jobs, is_copyable
 from enlist._staged import NO_OPTIONS
-from enlist._statements import INSERT_LIMIT, OWN
+from enlist._statements import INSERT_LIMIT, OWN, PLAIN
 from enlist.exceptions import SchemaError, UniqueKeyContended
-from enlist.models import JobStatus, UniqueUntil
+from enlist.models import JobStatus
 
 if TYPE_CHECKING:
     import uuid
@@ -37,11 +37,7 @@ _MICROSECOND: Final = dt.timedelta(microseconds=1)
 
 _NO_NAMES: Final[frozenset[str]] = frozenset()
 
-_PLAIN: Final = {"stream_results": False, "yield_per": None}
-"""Whatever the engine's options say: there is no cursor on the server for an INSERT."""
-
-
-_COUNTED: Final = {**_PLAIN, "preserve_rowcount": True}
+_COUNTED: Final = {**PLAIN, "preserve_rowcount": True}
 
 
 @dataclass(eq=False, slots=True)
@@ -73,7 +69,7 @@ class Row:
     def keeps(self) -> bool:
         """Whether a queued job that holds the key must not start before the commit: it is to do this one's work."""
         unique = self.job.call.unique
-        return unique is not None and not unique.replace and unique.until == UniqueUntil.STARTED
+        return unique is not None and not unique.replace and unique.until == "started"
 
     def refused_by(self, holder: uuid.UUID, *, replaced: bool = False) -> None:
         """Note that another job holds the key."""
@@ -214,11 +210,11 @@ def _execute(
     if _names(target, rows[0]) is not None:
         statement = statements.insert_rows_replacing if replaces else statements.insert_rows
         statement = statements.insert_rows_locking if locks else statement
-        found = connection.execute(statement, [_parameters(target, row) for row in rows], execution_options=_PLAIN)
+        found = connection.execute(statement, [_parameters(target, row) for row in rows], execution_options=PLAIN)
     elif rows[-1].job.call.unique is not None:
         statement = statements.insert_replacing if replaces else statements.insert_returning
         statement = statements.insert_locking if locks else statement
-        found = connection.execute(statement, {"rows": _as_json(rows)}, execution_options=_PLAIN)
+        found = connection.execute(statement, {"rows": _as_json(rows)}, execution_options=PLAIN)
     else:  # none can meet a holder: their number says enough, and costs 40 us less than the ids
         found = connection.execute(statements.insert, {"rows": _as_json(rows)}, execution_options=_COUNTED)
         queues.update(row.job.options.queue for row in rows)
@@ -247,7 +243,7 @@ def _undecided(
     connection: sa.Connection, target: Target, refused: list[Row], queues: set[str], insertion: Insertion
 ) -> list[Row]:
     """Look who holds the keys; return the rows that are to be tried again, since the key is free or was freed now."""
-    found = connection.execute(target.statements.holders, _keys(refused), execution_options=_PLAIN)
+    found = connection.execute(target.statements.holders, _keys(refused), execution_options=PLAIN)
     holders = {(holder.kind, holder.unique_key): holder for holder in found}
     again: list[Row] = []
     release: dict[tuple[str, str], bool] = {}
@@ -273,7 +269,7 @@ def _undecided(
     if release:
         parameters: dict[str, Any] = {"kinds": [kind for kind, _ in release], "keys": [key for _, key in release]}
         parameters["started"] = list(release.values())
-        connection.execute(target.statements.release, parameters)
+        connection.execute(target.statements.release, parameters, execution_options=PLAIN)
     if done:
         logger.info(
             "%d of a flush's jobs not made: a done job holds the unique key, until it is pruned or for its unique_for;"

@@ -21,7 +21,7 @@ from enlist._options import (
 )
 from enlist._staged import NO_OPTIONS, CallOptions, LatePayload, StagedJob, Target, UniqueKey, Values
 from enlist.exceptions import InvalidOption, PayloadError
-from enlist.models import MAX_SMALLINT, PRIORITY_RANGE, UniqueUntil
+from enlist.models import MAX_SMALLINT, PRIORITY_RANGE
 from enlist.payload import JobPayload, PayloadOptions, encode, options_of
 
 __all__ = ["ABSENT", "EnqueueOptions", "JobMaker", "OnConflict", "Until"]
@@ -225,8 +225,8 @@ def _unique(
             if value is not None:
                 raise InvalidOption(f"{name} is given without a unique_key: give both or none")
         return None
-    default = UniqueUntil.STARTED if replace else UniqueUntil.PRUNED
-    return UniqueKey(check_key("unique_key", key), str(until or default), held, replace)
+    default: Until = "started" if replace else "pruned"
+    return UniqueKey(check_key("unique_key", key), until or default, held, replace)
 
 
 def _is_late(value: Any) -> bool:

@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session, SessionTransaction
 
 from enlist._driver import is_autocommit, is_transaction_over, sqlstate
 from enlist._staging import RUNNING, write_waiting
-from enlist._transactions import ENDING_STATEMENT
+from enlist._transactions import ENDING_STATEMENT, IN_FAILED_TRANSACTION
 from enlist.exceptions import CommitRefused, LeaseLost, SessionError, TransactionAborted
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Guard", "GuardedSession", "finish", "guarded"]
 
-IN_FAILED_TRANSACTION: Final = "25P02"
 SNAPSHOT_LEVELS: Final = frozenset({"REPEATABLE READ", "SERIALIZABLE"})
 PLAN_SECONDS: Final = 60
 """How long a plan that the application's driver has cached for the fenced UPDATE may live."""

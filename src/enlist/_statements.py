@@ -28,7 +28,7 @@ from typing import Any, Final, NamedTuple
 import sqlalchemy as sa
 from sqlalchemy.dialects.postgresql import ARRAY, INTERVAL, JSONB, JSONPATH, insert
 
-__all__ = ["CLAIM_LIMIT", "INSERT_LIMIT", "OWN", "Statements", "channel_of", "statements_for"]
+__all__ = ["CLAIM_LIMIT", "INSERT_LIMIT", "OWN", "PLAIN", "Statements", "channel_of", "statements_for"]
 
 INSERT_LIMIT: Final = 1000
 """Most jobs of one INSERT."""
@@ -38,6 +38,9 @@ CLAIM_LIMIT: Final = 1000
 
 KEYED_FRONT: Final = 200
 """How many jobs with a concurrency key, of those whose key has a slot free, one claim looks at in a queue."""
+
+PLAIN: Final = {"stream_results": False, "yield_per": None}
+"""Execution options, whatever the engine's say: there is no cursor on the server for an INSERT or an UPDATE."""
 
 OWN: Final = "enlist: "
 """Beginning of a parameter's name that no column of an application has."""

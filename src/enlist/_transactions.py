@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from enlist._staged import Target
 
-__all__ = ["ENDING_STATEMENT", "has_failed", "note"]
+__all__ = ["ENDING_STATEMENT", "IN_FAILED_TRANSACTION", "has_failed", "note"]
 
 IN_FAILED_TRANSACTION: Final = "25P02"
 

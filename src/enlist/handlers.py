@@ -22,7 +22,6 @@ __all__ = ["Handler", "HandlerRegistry"]
 
 PayloadT = TypeVar("PayloadT", bound=JobPayload)
 DataT = TypeVar("DataT")
-DataT_contra = TypeVar("DataT_contra", contravariant=True)
 SessionT = TypeVar("SessionT", bound=Session)
 AsyncSessionT = TypeVar("AsyncSessionT", bound=AsyncSession)
 

@@ -62,17 +62,6 @@ class JobStatus(enum.StrEnum):
         raise InvalidOption(f"unknown job status {value!r}: it is one of {known}")
 
 
-class UniqueUntil(enum.StrEnum):
-    """How long a job holds its unique key; dead and cancelled jobs always release it."""
-
-    STARTED = "started"
-    """Until a worker takes it: at most one waits, while others run."""
-    FINISHED = "finished"
-    """While it is queued or running."""
-    PRUNED = "pruned"
-    """While it is queued, running or done: until its row is deleted."""
-
-
 class JobStatusType(sa.types.TypeDecorator[JobStatus]):
     """Text in the database, :class:`JobStatus` in Python; an unknown value is refused before it is sent."""
 
@@ -142,7 +131,7 @@ class JobRecordMixin:
     # The latest errors, oldest first, at most 10: [{"attempt": 1, "at": "...", "error": "..."}].
     errors: Mapped[list[dict[str, Any]]] = mapped_column(JSONB, server_default="[]", sort_order=-78)
     meta: Mapped[dict[str, Any]] = mapped_column(JSONB, server_default="{}", sort_order=-77)
-    # When the key is released, a UniqueUntil; anything else, NULL too, means "pruned".
+    # When the key is released: "started", "finished"; anything else, NULL too, means "pruned".
     unique_until: Mapped[str | None] = mapped_column(sa.Text, sort_order=-76)
     # Before this it is not, unless the job is dead or cancelled.
     unique_hold_until: Mapped[dt.datetime | None] = mapped_column(UTCDateTime, sort_order=-75)
