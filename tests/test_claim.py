@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import threading
 import uuid
 from collections import Counter
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 import tenacity
-from sqlalchemy import URL, Connection, Engine, create_engine
+from sqlalchemy import URL, Engine, create_engine
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import NullPool
 
@@ -22,6 +21,7 @@ from enlist.demo.server import EmbeddedServer
 from enlist.migrations import migrate
 from tests.shop import Base, Effect
 from tests.support import Observer
+from tests.support.claims import claim
 from tests.support.jobs import Jobs, running
 
 SWITCHES = [
@@ -49,27 +49,6 @@ def statements() -> Statements:
     table = sa.inspect(JobRecord).local_table
     assert isinstance(table, sa.Table)
     return statements_for(table)
-
-
-def claim(
-    connection: Connection,
-    statements: Statements,
-    queues: dict[str, int],
-    *,
-    kinds: list[str] | None = None,
-    careful: bool = True,
-    lease: float = 60,
-) -> list[Any]:
-    """Run a claim as the worker does; the rows that it took and those it only saw."""
-    parameters = {
-        "queues": list(queues),
-        "limits": list(queues.values()),
-        "kinds": kinds or ["work"],
-        "careful": careful,
-        "worker": "test",
-        "lease": dt.timedelta(seconds=lease),
-    }
-    return list(connection.execute(statements.claim, parameters).all())
 
 
 def recording(ran: list[uuid.UUID], *kinds: str) -> HandlerRegistry:

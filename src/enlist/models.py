@@ -135,6 +135,8 @@ class JobRecordMixin:
     unique_until: Mapped[str | None] = mapped_column(sa.Text, sort_order=-76)
     # Before this it is not, unless the job is dead or cancelled.
     unique_hold_until: Mapped[dt.datetime | None] = mapped_column(UTCDateTime, sort_order=-75)
+    # Whether the jobs of its concurrency key run one after the other, in the order in which they were made.
+    ordered: Mapped[bool] = mapped_column(sa.Boolean, server_default=sa.false(), sort_order=-74)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.id} {self.kind} {self.status}>"
@@ -157,6 +159,7 @@ def _complete_table(mapper: Mapper[Any], _class: type[JobRecordMixin]) -> None:
     if isinstance(table, sa.Table) and "enlist" not in table.info:
         table.info["enlist"] = True
         add_constraints_and_indexes(table)
+        rate_table_of(table)
         event.listen(table, "after_create", _SetStorageParameters())
 
 
@@ -203,6 +206,7 @@ def add_constraints_and_indexes(table: sa.Table) -> None:
             "status <> 'running' OR concurrency_key IS NULL"
             " OR (concurrency_slot IS NOT NULL AND concurrency_slot BETWEEN 1 AND concurrency_limit)"
         ),
+        "ordered": "NOT ordered OR (concurrency_key IS NOT NULL AND concurrency_limit = 1)",
     }.items():
         table.append_constraint(sa.CheckConstraint(condition, name=final(f"{table.name}_{name}_check")))
 
@@ -214,15 +218,23 @@ def add_constraints_and_indexes(table: sa.Table) -> None:
     line = (c.queue, c.priority.desc(), c.run_at, c.id)
     sa.Index(final(f"{table.name}_ready"), *line, postgresql_where=queued_plain)
     sa.Index(final(f"{table.name}_ready_key"), *line, postgresql_where=queued_key)
-    # The claim of a key's next job.
+    # Which keys a queue has jobs of, and the next job of each.
     sa.Index(
-        final(f"{table.name}_key"),
-        c.concurrency_key,
+        final(f"{table.name}_queue_key"),
         c.queue,
+        c.concurrency_key,
         c.priority.desc(),
         c.run_at,
         c.id,
         postgresql_where=queued_key,
+    )
+    # The earliest job of an ordered key, whatever its queue and when it is due.
+    sa.Index(
+        final(f"{table.name}_ordered"),
+        c.concurrency_key,
+        c.created_at,
+        c.id,
+        postgresql_where=sa.text("ordered AND status IN ('queued', 'running')"),
     )
     # The limit of a key, and how many of it run.
     sa.Index(
@@ -241,6 +253,19 @@ def add_constraints_and_indexes(table: sa.Table) -> None:
         c.unique_key,
         unique=True,
         postgresql_where=sa.text("unique_held"),
+    )
+
+
+def rate_table_of(table: sa.Table) -> sa.Table:
+    """The table beside a job table that has a row for each of its queues with a rate limit."""
+    return sa.Table(
+        f"{table.name}_rate",
+        table.metadata,
+        sa.Column("queue", sa.Text, primary_key=True),
+        # When the queue will have nothing spent: each job that is claimed puts it off, see RateLimit.
+        sa.Column("free_at", UTCDateTime, nullable=False, server_default="-infinity"),
+        schema=table.schema,
+        keep_existing=True,
     )
 
 
