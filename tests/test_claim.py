@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import uuid
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -467,17 +468,16 @@ def test_the_key_is_freed_whatever_the_end(engine: Engine, jobs: Jobs) -> None:
 def test_a_claim_of_a_key_whose_answer_is_lost_is_given_back(
     engine: Engine, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    claim_keyed = Claimer._claim_keyed
+    hold = Claimer._hold
     lost: list[Any] = []
 
-    def losing(self: Claimer, *arguments: Any) -> list[Any]:
-        rows = claim_keyed(self, *arguments)
+    def losing(self: Claimer, rows: Sequence[Any], asked: float) -> list[Any]:
         if rows and not lost:
             lost.extend(rows)
             raise sa.exc.OperationalError("the answer", {}, Exception("was lost"))
-        return rows
+        return hold(self, rows, asked)
 
-    monkeypatch.setattr(Claimer, "_claim_keyed", losing)
+    monkeypatch.setattr(Claimer, "_hold", losing)
     job_id = jobs.add("work", concurrency_key="k", concurrency_limit=1)
     ran: list[uuid.UUID] = []
     with running(Worker(engine, recording(ran), poll_interval=0.05, lease=60)):

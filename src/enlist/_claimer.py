@@ -1,4 +1,8 @@
-"""Claims jobs for free slots: asks, sorts, hands over. Polling is the truth; a wake makes it quick."""
+"""Claims jobs for free slots: asks, sorts, hands over. Polling is the truth; a wake makes it quick.
+
+Jobs without a concurrency key are one statement. Those with one are looked at first, so that all of a queue have their
+places in one line; then, with a lock on each key, they are claimed.
+"""
 
 from __future__ import annotations
 
@@ -6,29 +10,40 @@ import heapq
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Final
+from collections import Counter
+from itertools import takewhile
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from sqlalchemy.exc import SQLAlchemyError
 
 from enlist._driver import brief
 from enlist._loop import Loop
+from enlist._marks import Marks
+from enlist._rates import Rates
 from enlist._slots import Demand, Run, Slots
+from enlist._statements import ahead, keys
 
 if TYPE_CHECKING:
     import datetime as dt
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import sqlalchemy as sa
 
     from enlist._database import Database
     from enlist._leases import Leases
+    from enlist._rates import RateLimit
     from enlist.handlers import HandlerRegistry
 
 __all__ = ["Claimer"]
 
-CONTENDED_SECONDS: Final = 0.005
+SOON_SECONDS: Final = 0.005
+"""When to look again at keys that somebody had locked, or go on to others."""
 
 logger = logging.getLogger("enlist.worker")
+
+_Taken: TypeAlias = "tuple[sa.Row[Any], Run]"
+"""What the claim says of a job, and the job in hand."""
 
 LONGEST_WAIT_FOR_SLOT: Final = 0.5
 """Seconds after which a prefetched job that still waits is given back."""
@@ -47,11 +62,17 @@ class Claimer:
         lease: dt.timedelta,
         poll_interval: float,
         give_back: Callable[[Run], None],
+        rate_limits: Mapping[str, RateLimit] = MappingProxyType({}),
     ) -> None:
         self._database = database
         self._handlers = handlers
         self._kinds = list(handlers.kinds)
         self._leases = leases
+        self._rates = Rates(rate_limits, database)
+        self._marks = Marks()
+        self._any_keyed = False
+        self._after_keys: dict[str, str] = {}
+        self._careful = True
         self._worker = worker
         self._lease = lease
         self._poll_interval = poll_interval
@@ -60,7 +81,7 @@ class Claimer:
         self.loop = Loop("claim", self.step, poll_interval)
         self._due_lock = threading.Lock()
         self._due: list[float] = []
-        self._contended = False
+        self._soon = False
         self._unanswered = False
         self.drained = threading.Event()
         """Set when a claim found nothing while nothing was running."""
@@ -72,6 +93,8 @@ class Claimer:
 
     def due_in(self, seconds: float) -> None:
         """Claim again then: this worker has just written a retry that is due sooner than the next poll."""
+        if seconds <= 0:  # given back, to its old place
+            self._marks.want_whole()
         if seconds < self._poll_interval:
             with self._due_lock:
                 heapq.heappush(self._due, time.monotonic() + seconds)
@@ -86,9 +109,10 @@ class Claimer:
     def _step(self) -> float:
         for run in self.slots.take_back(LONGEST_WAIT_FOR_SLOT):
             self._give_back(run)
-        demands = self.slots.demands()
+        asked = self.slots.demands()
+        demands = self._rates.open(asked)
         if not demands:
-            return self._poll_interval
+            return self._next_wait()
         nothing_ran = self.slots.idle and self.all_recorded()
         self._give_back_unheld()
         runs = self.claim(demands)
@@ -100,7 +124,7 @@ class Claimer:
             # Short of what was asked: the rest of the line may be held up by a careful job or a key just taken.
             full = len(runs) >= sum(demand.number for demand in demands)
             return 0.0 if full or any(run.careful or run.keyed for run in runs) else self._next_wait()
-        if nothing_ran and not self._contended:
+        if nothing_ran and not self._soon and len(self._rates.open(asked)) == len(asked):
             self.drained.set()
         return self._next_wait()
 
@@ -114,9 +138,12 @@ class Claimer:
             logger.warning("%d jobs of a claim whose answer was lost are given back", len(rows))
 
     def _next_wait(self) -> float:
-        if self._contended:  # another worker was at the same key in that moment
-            self._contended = False
-            return CONTENDED_SECONDS
+        wait = self._poll_interval
+        if self._soon:
+            self._soon = False
+            wait = min(wait, SOON_SECONDS)
+        if (opens := self._rates.seconds_to_open()) is not None:
+            wait = min(wait, opens)
         now = time.monotonic()
         with self._due_lock:
             is_due = False
@@ -124,52 +151,103 @@ class Claimer:
                 is_due = heapq.heappop(self._due) > now - self._poll_interval or is_due
             if is_due:
                 return 0.0
-            return min(self._poll_interval, self._due[0] - now) if self._due else self._poll_interval
+            return min(wait, self._due[0] - now) if self._due else wait
 
     def claim(self, demands: list[Demand]) -> list[Run]:
         """Claim jobs, in the order in which they are to start."""
-        self._unanswered, answered = True, True
-        asked = time.monotonic()  # before the claim is sent: the lease may begin as early as that
+        careful = self.slots.careful_free and any(demand.free for demand in demands)
+        if careful and not self._careful:
+            self._marks.want_whole()  # careful jobs were passed by
+        self._careful = careful
+        whole = self._marks.whole_next()
+        taken = self._claim(demands, careful=careful, whole=whole)
+        if not whole and (rest := _less(demands, taken)):
+            # What lies before the marks: a job committed late, or with an earlier due time.
+            pause = self._marks.seconds_to_whole()
+            if pause > 0:
+                self._soon = True
+            else:
+                careful = careful and not any(run.careful for _, run in taken)
+                taken += self._claim(rest, careful=careful, whole=True)
+        taken.sort(key=lambda pair: (-pair[0].priority, pair[0].due, pair[0].id))
+        self._rates.look(demand.queue for demand in _less(demands, taken))
+        return [run for _, run in taken]
+
+    def _claim(self, demands: list[Demand], *, careful: bool, whole: bool) -> list[_Taken]:
+        """Claim once: what comes after the marks, or of all."""
+        self._unanswered = True
+        if whole:
+            self._marks.begin_whole()
+        began = time.monotonic()
         parameters = {
+            **self._marks.parameters(whole=whole),
+            **self._rates.parameters(demand.queue for demand in demands),
             "queues": [demand.queue for demand in demands],
             "limits": [demand.number for demand in demands],
             "kinds": self._kinds,
-            "careful": self.slots.careful_free and any(demand.free for demand in demands),
+            "careful": careful,
             "worker": self._worker,
             "lease": self._lease,
         }
-        rows = self._database.execute(self._database.statements.claim, parameters)
-        taken = [row for row in rows if row.taken]
-        keys = sorted({row.concurrency_key for row in rows if not row.taken})
-        runs = [self._run(row, asked) for row in taken]
-        for run in runs:
-            self._leases.add(run)
-        if keys:
+        seen = self._look(parameters, whole=whole) if self._any_keyed else []
+        taken = self._claim_plain(parameters, seen)
+        if taken is None:
+            self._any_keyed = True
+            seen = self._look(parameters, whole=whole)
+            taken = self._claim_plain(parameters, seen) or []
+        self._marks.note((row for row, _ in taken), keyed=False)
+        if seen:
             try:
-                keyed = self._claim_keyed(keys, demands, runs, parameters)
+                taken += self._claim_keyed(seen, demands, [run for _, run in taken], parameters)
             except SQLAlchemyError as error:
                 # What has been claimed already must not be lost with it.
                 logger.warning("jobs with a concurrency key could not be claimed: %s", brief(error))
-                keyed, answered = [], False
-            more = [self._run(row, asked) for row in keyed]
-            for run in more:
-                self._leases.add(run)
-            taken += keyed
-            runs += more
-        self._unanswered = not answered
-        order = sorted(range(len(runs)), key=lambda n: (-taken[n].priority, taken[n].due, taken[n].id))
-        return [runs[n] for n in order]
+                return taken
+        self._marks.end(whole=whole, seconds=time.monotonic() - began, jobs=len(taken))
+        self._unanswered = False
+        return taken
+
+    def _look(self, parameters: dict[str, Any], *, whole: bool) -> list[sa.Row[Any]]:
+        """See which jobs with a concurrency key are next, in the order of their places."""
+        queues = parameters["queues"]
+        after = {"after_keys": [self._after_keys.get(queue) for queue in queues]}
+        rows = self._database.execute(self._database.statements.look, {**parameters, **after})
+        for queue in queues:
+            self._after_keys.pop(queue, None)
+        for row in rows:
+            if row.part == "more":
+                self._after_keys[row.queue] = row.concurrency_key
+                self._soon = True
+        if whole:
+            self._any_keyed = bool(rows)
+        return sorted((row for row in rows if row.part == "job"), key=lambda row: (-row.priority, row.due, row.id))
+
+    def _claim_plain(self, parameters: dict[str, Any], seen: list[sa.Row[Any]]) -> list[_Taken] | None:
+        """Claim jobs without a concurrency key; None if there are others, which are to be looked at first."""
+        statements = self._database.statements
+        asked = time.monotonic()  # before the claim is sent: the lease may begin as early as that
+        rows = self._database.execute(
+            statements.claim_limited if "rate_queues" in parameters else statements.claim,
+            {**parameters, **ahead(seen), "look_first": not self._any_keyed},
+        )
+        if rows and rows[0].id is None:
+            return None
+        return self._hold(rows, asked)
 
     def _claim_keyed(
-        self, keys: list[str], demands: list[Demand], runs: list[Run], parameters: dict[str, Any]
-    ) -> list[sa.Row[Any]]:
+        self, seen: list[sa.Row[Any]], demands: list[Demand], runs: list[Run], parameters: dict[str, Any]
+    ) -> list[_Taken]:
         """Claim jobs with a concurrency key, for free slots only: one that waits here would hold its key idly."""
-        taken = dict.fromkeys((demand.queue for demand in demands), 0)
+        free = {demand.queue: demand.free for demand in demands}
         for run in runs:
-            taken[run.queue] += 1
-        limits = {demand.queue: demand.free - taken[demand.queue] for demand in demands}
-        limits = {queue: limit for queue, limit in limits.items() if limit > 0}
-        if not limits:
+            free[run.queue] -= 1
+        limits = {queue: limit for queue, limit in free.items() if limit > 0}
+        placed = []
+        for row in seen:
+            if free[row.queue] > 0:
+                free[row.queue] -= 1
+                placed.append(row)
+        if not placed:
             return []
         parameters = {
             **parameters,
@@ -178,15 +256,36 @@ class Claimer:
             "careful": parameters["careful"] and not any(run.careful for run in runs),
         }
         statements = self._database.statements
+        asked = time.monotonic()
         with self._database.transaction() as connection:
-            locked = connection.execute(statements.lock_keys, {"keys": keys}).scalars().all()
-            self._contended = len(locked) < len(keys)
+            wanted = list({row.concurrency_key for row in placed})
+            locked = set(connection.execute(statements.lock_keys, {"keys": wanted}).scalars())
+            if len(locked) < len(wanted):  # another worker was at the same key in that moment
+                self._soon = True
             if not locked:
                 return []
             rows: Sequence[sa.Row[Any]] = connection.execute(
-                statements.claim_keyed, {**parameters, "keys": locked}
+                statements.claim_keyed_limited if "rate_queues" in parameters else statements.claim_keyed,
+                {**parameters, **keys(row for row in placed if row.concurrency_key in locked)},
             ).all()
-        return list(rows)
+        taken = {row.concurrency_key for row in rows}
+        self._marks.note(takewhile(lambda row: row.concurrency_key in taken, placed), keyed=True)
+        return self._hold(rows, asked)
 
-    def _run(self, row: sa.Row[Any], asked: float) -> Run:
-        return Run.of(row, self._handlers[row.kind], asked + self._lease.total_seconds())
+    def _hold(self, rows: Sequence[sa.Row[Any]], asked: float) -> list[_Taken]:
+        """Have the leases of claimed jobs renewed from now on."""
+        ends = asked + self._lease.total_seconds()
+        taken = [(row, Run.of(row, self._handlers[row.kind], ends)) for row in rows]
+        for _, run in taken:
+            self._leases.add(run)
+        return taken
+
+
+def _less(demands: list[Demand], taken: list[_Taken]) -> list[Demand]:
+    """What is left of demands that were not met."""
+    counts = Counter(run.queue for _, run in taken)
+    return [
+        Demand(demand.queue, max(0, demand.free - counts[demand.queue]), demand.number - counts[demand.queue])
+        for demand in demands
+        if demand.number > counts[demand.queue]
+    ]

@@ -25,7 +25,7 @@ from enlist._driver import is_autocommit, is_transaction_over
 from enlist._joined import discard, join, join_async
 from enlist._session import Guard, finish
 from enlist._slots import Run
-from enlist._statements import statements_for
+from enlist._statements import NO_MARKS, ahead, keys, statements_for
 from enlist.exceptions import ConfigurationError, EnlistError, LeaseLost, SessionError
 from enlist.job import Retry
 from enlist.models import JobStatus
@@ -168,6 +168,10 @@ class Inline:
         connection = self._connection()
         for queue in connection.execute(self._statements.front, self._asked).scalars().all():
             parameters = {
+                **NO_MARKS,
+                **ahead(()),
+                "look_first": True,
+                "after_keys": [None],
                 "queues": [queue],
                 "limits": [1],
                 "kinds": self._asked["kinds"],
@@ -176,17 +180,25 @@ class Inline:
                 "lease": LEASE,
             }
             rows: Sequence[sa.Row[Any]] = connection.execute(self._statements.claim, parameters).all()
-            if rows and not rows[0].taken:
-                rows = self._claim_keyed(rows[0].concurrency_key, parameters)
+            if rows and rows[0].id is None:
+                rows = self._claim_with_keyed(parameters)
             if rows:
                 return Run.of(rows[0], self._handlers[rows[0].kind], math.inf)
         return None
 
-    def _claim_keyed(self, key: str, parameters: dict[str, Any]) -> Sequence[sa.Row[Any]]:
+    def _claim_with_keyed(self, parameters: dict[str, Any]) -> Sequence[sa.Row[Any]]:
+        """Take the first job in a line in which some have a concurrency key."""
         connection = self._connection()
+        seen = [row for row in connection.execute(self._statements.look, parameters) if row.part == "job"]
+        told = {**parameters, **ahead(seen), "look_first": False}
+        return connection.execute(self._statements.claim, told).all() or (self._claim_keyed(seen, told) if seen else [])
+
+    def _claim_keyed(self, seen: Sequence[sa.Row[Any]], parameters: dict[str, Any]) -> Sequence[sa.Row[Any]]:
+        connection = self._connection()
+        key = seen[0].concurrency_key
         for _ in range(KEY_TRIES):
             if connection.execute(self._statements.lock_keys, {"keys": [key]}).first() is not None:
-                return connection.execute(self._statements.claim_keyed, {**parameters, "keys": [key]}).all()
+                return connection.execute(self._statements.claim_keyed, {**parameters, **keys(seen)}).all()
             # The server sleeps: with an AsyncSession the event loop goes on meanwhile.
             connection.execute(sa.select(sa.func.pg_sleep(KEY_SECONDS)))
         raise SessionError(

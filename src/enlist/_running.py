@@ -55,6 +55,7 @@ class Running:
             lease=worker._lease,
             poll_interval=worker._poll_seconds,
             give_back=self._give_back,
+            rate_limits=worker.rate_limits,
         )
         self.completer = Completer(self.database, self.leases, self.claimer.due_in, self.claimer.wake)
         self.claimer.all_recorded = lambda: self.completer.empty
@@ -68,7 +69,7 @@ class Running:
             threads=sum(worker.queues.values()) if plain else 0,
             lease=worker._lease,
         )
-        self.slots = Slots(worker.queues, self.executor.start, self.claimer.wake)
+        self.slots = Slots(worker.queues, self.executor.start, self.claimer.wake, one_by_one=worker.rate_limits.keys())
         self.claimer.slots = self.executor.slots = self.slots
         self.heartbeat = Heartbeat(self.database, self.leases, worker._lease, self._lost)
         self.reaper = Reaper(self.database, worker._reaper_seconds, self.claimer.wake)

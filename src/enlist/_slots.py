@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import asyncio
     import uuid
     from collections.abc import Callable, Mapping
+    from collections.abc import Set as AbstractSet
 
     import sqlalchemy as sa
 
@@ -111,9 +112,10 @@ class Demand:
 
 
 class _Queue:
-    def __init__(self, name: str, limit: int) -> None:
+    def __init__(self, name: str, limit: int, *, prefetches: bool) -> None:
         self.name = name
         self.limit = limit
+        self.prefetches = prefetches
         self.active = 0
         self.waiting: deque[Run] = deque()
         self.service_seconds: float | None = None
@@ -124,7 +126,12 @@ class _Queue:
 
     def allowance(self) -> int:
         """How many jobs may wait beside those that run."""
-        if not self.more or self.service_seconds is None or self.service_seconds > PREFETCH_LIMIT_SECONDS:
+        if (
+            not self.prefetches
+            or not self.more
+            or self.service_seconds is None
+            or self.service_seconds > PREFETCH_LIMIT_SECONDS
+        ):
             return 0
         in_time = int(PREFETCH_SECONDS / max(self.service_seconds, 1e-6) * self.limit)
         return min(in_time, PREFETCH_PER_SLOT * self.limit)
@@ -141,10 +148,22 @@ class _Queue:
 class Slots:
     """The queues of a worker. Safe to use from any thread; holds its lock only for moments."""
 
-    def __init__(self, queues: Mapping[str, int], start: Callable[[Run], None], wanted: Callable[[], None]) -> None:
-        """:param start: runs a job, on whatever thread; :param wanted: called when another claim would be of use."""
+    def __init__(
+        self,
+        queues: Mapping[str, int],
+        start: Callable[[Run], None],
+        wanted: Callable[[], None],
+        *,
+        one_by_one: AbstractSet[str] = frozenset(),
+    ) -> None:
+        """Make them.
+
+        :param start: runs a job, on whatever thread.
+        :param wanted: called when another claim would be of use.
+        :param one_by_one: queues of which no job is claimed before there is a slot for it.
+        """
         self._lock = threading.Lock()
-        self._queues = {name: _Queue(name, limit) for name, limit in queues.items()}
+        self._queues = {name: _Queue(name, limit, prefetches=name not in one_by_one) for name, limit in queues.items()}
         self._start = start
         self._wanted = wanted
         self._careful_free = True

@@ -27,6 +27,7 @@ from enlist._engines import (
     sync_sessions,
 )
 from enlist._options import Duration, as_timedelta, check_integer, check_name
+from enlist._rates import RateLimit
 from enlist._running import Running
 from enlist.exceptions import ConfigurationError
 from enlist.handlers import HandlerRegistry
@@ -52,6 +53,8 @@ class Worker:
     :param async_bind: for async handlers, when ``bind`` is not async; default an engine derived from its URL.
     :param queues: names of queues with their slots, ``{"mail": 10, "default": 20}``; or names, which get
         ``concurrency`` slots each; default the queue ``default``.
+    :param rate_limits: by queue, how many of its jobs may be claimed in a time, by all workers together:
+        ``{"mail": RateLimit(100, per=60)}``; default none. See :class:`RateLimit`.
     :param concurrency: how many jobs of a queue run at once, where ``queues`` does not say; default 10.
     :param lease: how long a job stays this worker's without a sign of life, in seconds or as a timedelta; default 60.
         It is renewed three times as often. The job of a worker that died runs again after that.
@@ -73,6 +76,7 @@ class Worker:
         sync_bind: Bind | None = None,
         async_bind: Bind | None = None,
         queues: Mapping[str, int] | Sequence[str] | None = None,
+        rate_limits: Mapping[str, RateLimit] | None = None,
         concurrency: int = DEFAULT_CONCURRENCY,
         lease: Duration = 60,
         poll_interval: Duration = 1,
@@ -91,6 +95,7 @@ class Worker:
         self.name = _new_name()
         self.handlers = handlers
         self.queues = _check_queues(queues, concurrency)
+        self.rate_limits = _check_rate_limits(rate_limits, self.queues)
         self._bind, self._sync_bind, self._async_bind = bind, sync_bind, async_bind
         self._lease = _at_least("lease", lease, SHORTEST_LEASE)
         self._poll_seconds = _at_least("poll_interval", poll_interval, 0.01).total_seconds()
@@ -262,6 +267,22 @@ def _check_queues(queues: Mapping[str, int] | Sequence[str] | None, concurrency:
         check_name("queue", name)
         check_integer(f"the slots of queue {name!r}", slots, 1, MAX_CONCURRENCY)
     return dict(queues)
+
+
+def _check_rate_limits(limits: Mapping[str, RateLimit] | None, queues: Mapping[str, int]) -> dict[str, RateLimit]:
+    if limits is None:
+        return {}
+    if not isinstance(limits, Mapping):
+        raise ConfigurationError(f"rate_limits must be a mapping of queues to RateLimit, not {limits!r}")
+    for queue, limit in limits.items():
+        if not isinstance(limit, RateLimit):
+            raise ConfigurationError(f"the rate limit of queue {queue!r} must be a RateLimit, not {limit!r}")
+        if queue not in queues:
+            raise ConfigurationError(
+                f"a rate limit is given for queue {queue!r}, which the worker does not serve: its queues are"
+                f" {', '.join(queues)}"
+            )
+    return dict(limits)
 
 
 def _at_least(name: str, value: Duration, low: float) -> dt.timedelta:

@@ -1,0 +1,111 @@
+"""Up to where a worker has taken jobs: so that it need not walk over them again and again.
+
+What a claim took leaves entries in the index, and while an old transaction is open anywhere in the database nothing can
+remove them: a claim that starts at the front of its line walks over them all. So a worker remembers where it stopped in
+each class, the jobs of a queue with one priority. What comes to lie before a mark, say a job whose transaction was
+open for long, is found by the next look at everything: at once when a claim finds less than it asked for, and now
+and then while all slots are busy. While such a look is cheap each claim is one, and no mark counts.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import uuid
+from typing import TYPE_CHECKING, Any, Final
+
+from enlist._statements import NO_MARKS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import sqlalchemy as sa
+
+__all__ = ["Marks"]
+
+CHEAP_SECONDS: Final = 0.005
+"""A look at everything that takes no longer, beside the jobs that it brings, is cheap."""
+
+JOB_SECONDS: Final = 0.00005
+"""What a job more makes any claim take, about."""
+
+SHARE: Final = 20
+"""While all slots are busy, looks at everything may take this part of the time."""
+
+SELDOM_SECONDS: Final = 1.0
+"""How often they are made then, at most."""
+
+MOST: Final = 100
+"""How many classes are remembered, the latest."""
+
+_FRONT: Final = (-math.inf, uuid.UUID(int=0))
+
+
+class Marks:
+    """The marks of one worker. For the thread that claims."""
+
+    def __init__(self) -> None:
+        self._marks: dict[tuple[str, bool, int], tuple[float, uuid.UUID]] = {}
+        self._in_use = False
+        self._whole_wanted = False
+        self._whole_seconds = 0.0
+        self._whole_ended = -math.inf
+        self._no_use_until = -math.inf
+
+    def want_whole(self) -> None:
+        """Have the next claim look at everything: something lies before a mark. From any thread."""
+        self._whole_wanted = True
+
+    def whole_next(self) -> bool:
+        """Whether the next claim is to look at everything."""
+        if not self._in_use or self._whole_wanted:
+            return True
+        return time.monotonic() >= self._whole_ended + max(SELDOM_SECONDS, SHARE * self._whole_seconds)
+
+    def seconds_to_whole(self) -> float:
+        """When a look at everything may follow a claim that found too little: they take half of the time at most."""
+        return max(0.0, self._whole_ended + self._whole_seconds - time.monotonic())
+
+    def parameters(self, *, whole: bool) -> dict[str, list[Any]]:
+        """What the statements are given.
+
+        For a look at everything the classes alone: what lies between them is looked for, and it need not be at the
+        front of one that is known.
+        """
+        if not self._in_use:
+            return NO_MARKS
+        classes = list(self._marks)
+        ends = [_FRONT] * len(classes) if whole else list(self._marks.values())
+        return {
+            "mark_queues": [queue for queue, _, _ in classes],
+            "mark_keyed": [keyed for _, keyed, _ in classes],
+            "mark_priorities": [priority for _, _, priority in classes],
+            "mark_dues": [due for due, _ in ends],
+            "mark_ids": [id_ for _, id_ in ends],
+        }
+
+    def begin_whole(self) -> None:
+        """Note that everything is looked at now."""
+        self._whole_wanted = False
+
+    def end(self, *, whole: bool, seconds: float, jobs: int) -> None:
+        """Note how long a claim took, and judge whether marks are of use."""
+        now = time.monotonic()
+        seconds = max(0.0, seconds - jobs * JOB_SECONDS)
+        if whole:
+            self._whole_seconds, self._whole_ended = seconds, now
+            self._in_use = seconds > CHEAP_SECONDS and now >= self._no_use_until
+        elif seconds * 2 > self._whole_seconds:
+            # It is not what was taken that takes the time: the machine is slow.
+            self._in_use = False
+            self._no_use_until = now + SELDOM_SECONDS
+
+    def note(self, jobs: Iterable[sa.Row[Any]], *, keyed: bool) -> None:
+        """Note jobs that were taken, or seen with their key and taken: nothing before them is left to take."""
+        for job in jobs:
+            name = (job.queue, keyed, job.priority)
+            place = (job.due, job.id)
+            known = self._marks.pop(name, None)  # and put it at the end: it is the latest
+            self._marks[name] = place if known is None or place > known else known
+        while len(self._marks) > MOST:
+            del self._marks[next(iter(self._marks))]
