@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enlist._commands import Changes
+from enlist._rates import RateLimit
 from enlist.async_repository import AsyncJobRepository
 from enlist.exceptions import (
     CommitRefused,
@@ -48,6 +49,7 @@ __all__ = [
     "JobStatus",
     "LeaseLost",
     "PayloadError",
+    "RateLimit",
     "Retry",
     "SchemaError",
     "SessionError",

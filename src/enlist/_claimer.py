@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -26,6 +27,7 @@ from enlist._statements import ahead, keys
 
 if TYPE_CHECKING:
     import datetime as dt
+    import uuid
     from collections.abc import Callable, Mapping, Sequence
 
     import sqlalchemy as sa
@@ -73,6 +75,7 @@ class Claimer:
         self._any_keyed = False
         self._after_keys: dict[str, str] = {}
         self._careful = True
+        self._held_up = False
         self._worker = worker
         self._lease = lease
         self._poll_interval = poll_interval
@@ -81,7 +84,7 @@ class Claimer:
         self.loop = Loop("claim", self.step, poll_interval)
         self._due_lock = threading.Lock()
         self._due: list[float] = []
-        self._soon = False
+        self._again = math.inf
         self._unanswered = False
         self.drained = threading.Event()
         """Set when a claim found nothing while nothing was running."""
@@ -121,10 +124,11 @@ class Claimer:
                 self._give_back(run)
             return self._poll_interval  # not at once: it would be the same
         if runs:
-            # Short of what was asked: the rest of the line may be held up by a careful job or a key just taken.
+            # Short of what was asked: the rest of the line may be held up by a careful job, or by a key just taken.
             full = len(runs) >= sum(demand.number for demand in demands)
-            return 0.0 if full or any(run.careful or run.keyed for run in runs) else self._next_wait()
-        if nothing_ran and not self._soon and len(self._rates.open(asked)) == len(asked):
+            held_up, self._held_up = self._held_up or any(run.careful for run in runs), False
+            return 0.0 if full or held_up else self._next_wait()
+        if nothing_ran and self._again == math.inf and len(self._rates.open(asked)) == len(asked):
             self.drained.set()
         return self._next_wait()
 
@@ -137,11 +141,12 @@ class Claimer:
         if rows:
             logger.warning("%d jobs of a claim whose answer was lost are given back", len(rows))
 
+    def _again_in(self, seconds: float) -> None:
+        """Have the next claim made then, if nothing else makes it come sooner."""
+        self._again = min(self._again, seconds)
+
     def _next_wait(self) -> float:
-        wait = self._poll_interval
-        if self._soon:
-            self._soon = False
-            wait = min(wait, SOON_SECONDS)
+        wait, self._again = min(self._poll_interval, self._again), math.inf
         if (opens := self._rates.seconds_to_open()) is not None:
             wait = min(wait, opens)
         now = time.monotonic()
@@ -159,22 +164,28 @@ class Claimer:
         if careful and not self._careful:
             self._marks.want_whole()  # careful jobs were passed by
         self._careful = careful
-        whole = self._marks.whole_next()
-        taken = self._claim(demands, careful=careful, whole=whole)
-        if not whole and (rest := _less(demands, taken)):
-            # What lies before the marks: a job committed late, or with an earlier due time.
-            pause = self._marks.seconds_to_whole()
-            if pause > 0:
-                self._soon = True
-            else:
-                careful = careful and not any(run.careful for _, run in taken)
-                taken += self._claim(rest, careful=careful, whole=True)
-        taken.sort(key=lambda pair: (-pair[0].priority, pair[0].due, pair[0].id))
-        self._rates.look(demand.queue for demand in _less(demands, taken))
+        taken: list[_Taken] = []
+        try:
+            whole = self._marks.whole_next()
+            self._claim(taken, demands, careful=careful, whole=whole)
+            if not whole and (rest := _less(demands, taken)):
+                # What lies before the marks: a job committed late, or with an earlier due time.
+                if (pause := self._marks.seconds_to_whole()) > 0:
+                    self._again_in(pause)
+                else:
+                    careful = careful and not any(run.careful for _, run in taken)
+                    self._claim(taken, rest, careful=careful, whole=True)
+            self._rates.look(demand.queue for demand in _less(demands, taken))
+        except SQLAlchemyError as error:
+            if not taken:
+                raise
+            # What has been claimed already must not be lost with it.
+            logger.warning("no more jobs could be claimed: %s", brief(error))
+        taken.sort(key=lambda pair: _place(pair[0]))
         return [run for _, run in taken]
 
-    def _claim(self, demands: list[Demand], *, careful: bool, whole: bool) -> list[_Taken]:
-        """Claim once: what comes after the marks, or of all."""
+    def _claim(self, taken: list[_Taken], demands: list[Demand], *, careful: bool, whole: bool) -> None:
+        """Claim once, what comes after the marks or of all, and add it to what is taken."""
         self._unanswered = True
         if whole:
             self._marks.begin_whole()
@@ -189,25 +200,20 @@ class Claimer:
             "worker": self._worker,
             "lease": self._lease,
         }
-        seen = self._look(parameters, whole=whole) if self._any_keyed else []
-        taken = self._claim_plain(parameters, seen)
-        if taken is None:
-            self._any_keyed = True
-            seen = self._look(parameters, whole=whole)
-            taken = self._claim_plain(parameters, seen) or []
-        self._marks.note((row for row, _ in taken), keyed=False)
+        looks = self._any_keyed or self._marks.in_use
+        seen = self._look(parameters) if looks else []
+        plain = self._claim_plain(parameters, seen, look_first=not looks)
+        if plain is None:
+            seen = self._look(parameters)
+            plain = self._claim_plain(parameters, seen, look_first=False) or []
+        taken += plain
+        self._marks.end(whole=whole, seconds=time.monotonic() - began, jobs=len(plain))
+        self._marks.note((row for row, _ in plain), keyed=False)
         if seen:
-            try:
-                taken += self._claim_keyed(seen, demands, [run for _, run in taken], parameters)
-            except SQLAlchemyError as error:
-                # What has been claimed already must not be lost with it.
-                logger.warning("jobs with a concurrency key could not be claimed: %s", brief(error))
-                return taken
-        self._marks.end(whole=whole, seconds=time.monotonic() - began, jobs=len(taken))
+            taken += self._claim_keyed(seen, plain, demands, parameters)
         self._unanswered = False
-        return taken
 
-    def _look(self, parameters: dict[str, Any], *, whole: bool) -> list[sa.Row[Any]]:
+    def _look(self, parameters: dict[str, Any]) -> list[sa.Row[Any]]:
         """See which jobs with a concurrency key are next, in the order of their places."""
         queues = parameters["queues"]
         after = {"after_keys": [self._after_keys.get(queue) for queue in queues]}
@@ -217,35 +223,40 @@ class Claimer:
         for row in rows:
             if row.part == "more":
                 self._after_keys[row.queue] = row.concurrency_key
-                self._soon = True
-        if whole:
+                self._again_in(SOON_SECONDS)
+        if not self._marks.in_use:
             self._any_keyed = bool(rows)
-        return sorted((row for row in rows if row.part == "job"), key=lambda row: (-row.priority, row.due, row.id))
+        return sorted((row for row in rows if row.part == "job"), key=_place)
 
-    def _claim_plain(self, parameters: dict[str, Any], seen: list[sa.Row[Any]]) -> list[_Taken] | None:
+    def _claim_plain(
+        self, parameters: dict[str, Any], seen: list[sa.Row[Any]], *, look_first: bool
+    ) -> list[_Taken] | None:
         """Claim jobs without a concurrency key; None if there are others, which are to be looked at first."""
         statements = self._database.statements
         asked = time.monotonic()  # before the claim is sent: the lease may begin as early as that
         rows = self._database.execute(
             statements.claim_limited if "rate_queues" in parameters else statements.claim,
-            {**parameters, **ahead(seen), "look_first": not self._any_keyed},
+            {**parameters, **ahead(seen), "look_first": look_first},
         )
         if rows and rows[0].id is None:
             return None
         return self._hold(rows, asked)
 
     def _claim_keyed(
-        self, seen: list[sa.Row[Any]], demands: list[Demand], runs: list[Run], parameters: dict[str, Any]
+        self, seen: list[sa.Row[Any]], plain: list[_Taken], demands: list[Demand], parameters: dict[str, Any]
     ) -> list[_Taken]:
         """Claim jobs with a concurrency key, for free slots only: one that waits here would hold its key idly."""
-        free = {demand.queue: demand.free for demand in demands}
-        for run in runs:
-            free[run.queue] -= 1
-        limits = {queue: limit for queue, limit in free.items() if limit > 0}
+        limits = {demand.queue: demand.free for demand in demands}
+        places: Counter[str] = Counter()
         placed = []
-        for row in seen:
-            if free[row.queue] > 0:
-                free[row.queue] -= 1
+        for row in sorted([*seen, *(row for row, _ in plain)], key=_place):
+            places[row.queue] += 1
+            if places[row.queue] > limits[row.queue]:
+                continue
+            if row.concurrency_key is None:
+                limits[row.queue] -= 1
+                places[row.queue] -= 1
+            else:
                 placed.append(row)
         if not placed:
             return []
@@ -253,7 +264,7 @@ class Claimer:
             **parameters,
             "queues": list(limits),
             "limits": list(limits.values()),
-            "careful": parameters["careful"] and not any(run.careful for run in runs),
+            "careful": parameters["careful"] and not any(run.careful for _, run in plain),
         }
         statements = self._database.statements
         asked = time.monotonic()
@@ -261,13 +272,14 @@ class Claimer:
             wanted = list({row.concurrency_key for row in placed})
             locked = set(connection.execute(statements.lock_keys, {"keys": wanted}).scalars())
             if len(locked) < len(wanted):  # another worker was at the same key in that moment
-                self._soon = True
+                self._again_in(SOON_SECONDS)
             if not locked:
                 return []
             rows: Sequence[sa.Row[Any]] = connection.execute(
                 statements.claim_keyed_limited if "rate_queues" in parameters else statements.claim_keyed,
                 {**parameters, **keys(row for row in placed if row.concurrency_key in locked)},
             ).all()
+        self._held_up = 0 < len(rows) < len(placed)
         taken = {row.concurrency_key for row in rows}
         self._marks.note(takewhile(lambda row: row.concurrency_key in taken, placed), keyed=True)
         return self._hold(rows, asked)
@@ -279,6 +291,11 @@ class Claimer:
         for _, run in taken:
             self._leases.add(run)
         return taken
+
+
+def _place(row: sa.Row[Any]) -> tuple[int, float, uuid.UUID]:
+    """What a job's place in its queue is told by."""
+    return -row.priority, row.due, row.id
 
 
 def _less(demands: list[Demand], taken: list[_Taken]) -> list[Demand]:

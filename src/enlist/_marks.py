@@ -46,7 +46,8 @@ class Marks:
 
     def __init__(self) -> None:
         self._marks: dict[tuple[str, bool, int], tuple[float, uuid.UUID]] = {}
-        self._in_use = False
+        self.in_use = False
+        """Whether they count: a look at everything was dear the last time."""
         self._whole_wanted = False
         self._whole_seconds = 0.0
         self._whole_ended = -math.inf
@@ -58,7 +59,7 @@ class Marks:
 
     def whole_next(self) -> bool:
         """Whether the next claim is to look at everything."""
-        if not self._in_use or self._whole_wanted:
+        if not self.in_use or self._whole_wanted:
             return True
         return time.monotonic() >= self._whole_ended + max(SELDOM_SECONDS, SHARE * self._whole_seconds)
 
@@ -72,7 +73,7 @@ class Marks:
         For a look at everything the classes alone: what lies between them is looked for, and it need not be at the
         front of one that is known.
         """
-        if not self._in_use:
+        if not self.in_use:
             return NO_MARKS
         classes = list(self._marks)
         ends = [_FRONT] * len(classes) if whole else list(self._marks.values())
@@ -94,10 +95,10 @@ class Marks:
         seconds = max(0.0, seconds - jobs * JOB_SECONDS)
         if whole:
             self._whole_seconds, self._whole_ended = seconds, now
-            self._in_use = seconds > CHEAP_SECONDS and now >= self._no_use_until
+            self.in_use = seconds > CHEAP_SECONDS and now >= self._no_use_until
         elif seconds * 2 > self._whole_seconds:
             # It is not what was taken that takes the time: the machine is slow.
-            self._in_use = False
+            self.in_use = False
             self._no_use_until = now + SELDOM_SECONDS
 
     def note(self, jobs: Iterable[sa.Row[Any]], *, keyed: bool) -> None:

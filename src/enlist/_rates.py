@@ -99,6 +99,5 @@ class Rates:
             if row.seconds > 0:
                 self._closed_until[row.queue] = now + row.seconds
         if len(rows) < len(parameters["rate_queues"]):  # at the start, or somebody emptied the table
-            self._database.execute(self._database.statements.open_rates, {"rate_queues": parameters["rate_queues"]})
-            for queue in set(parameters["rate_queues"]) - {row.queue for row in rows}:
-                self._closed_until[queue] = now
+            made = self._database.execute(self._database.statements.open_rates, parameters)
+            self._closed_until |= {row.queue: now for row in made}  # look at them again at once

@@ -133,7 +133,7 @@ class Running:
         """Connect in every way that will be needed, and look whether it will do."""
         worker = self._worker
         with self.database.engine.connect() as connection:
-            verify_schema(connection, record=worker._record)
+            verify_schema(connection, record=worker._record, rate_limits=bool(worker.rate_limits))
         self.database.open()
         if worker._sync is not None:
             with worker._sync.engine.connect() as connection:

@@ -603,9 +603,10 @@ class Statements:
         )
 
     def _open_rates(self) -> sa.Executable:
-        """Make the rows of the rates of ``rate_queues`` that are not there."""
+        """Make the rows of the rates of ``rate_queues`` that are not there; return which were not."""
         queues = _rows("limit", queue=("rate_queues", sa.Text))
-        return insert(self.rates).from_select(["queue"], sa.select(queues.c.queue)).on_conflict_do_nothing()
+        made = insert(self.rates).from_select(["queue"], sa.select(queues.c.queue)).on_conflict_do_nothing()
+        return made.returning(self.rates.c.queue)
 
     def _marks(self) -> Any:
         """Up to where a worker has taken jobs, class by class; a CTE. A class is the jobs of a queue with one priority.

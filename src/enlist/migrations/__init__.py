@@ -13,7 +13,7 @@ import sqlalchemy as sa
 
 from enlist._driver import is_autocommit
 from enlist.exceptions import ConfigurationError, InvalidOption, SchemaError
-from enlist.models import JobRecord, JobRecordMixin
+from enlist.models import JobRecord, JobRecordMixin, rate_table_of
 
 __all__ = ["LATEST_STEP", "current_step", "migrate", "verify_schema"]
 
@@ -80,25 +80,29 @@ def current_step(connection: sa.Connection, *, schema: str | None = None) -> int
     return int(step)
 
 
-def verify_schema(connection: sa.Connection, *, record: type[JobRecordMixin] = JobRecord) -> None:
+def verify_schema(
+    connection: sa.Connection, *, record: type[JobRecordMixin] = JobRecord, rate_limits: bool = False
+) -> None:
     """Check that the database has what this release needs; a worker does it at its start.
 
     :param record: the mapped class of the jobs. For enlist's own table the schema step is checked as well.
+    :param rate_limits: whether rate limits are to be kept: then their table is checked, too.
     :raises SchemaError: the table, one of its columns or indexes is missing, or the step is older.
     """
     table = sa.inspect(record).local_table
     assert isinstance(table, sa.Table)
     options = connection.get_execution_options()
     schema = (options.get("schema_translate_map") or {}).get(table.schema, table.schema)
-    preparer = connection.dialect.identifier_preparer
-    parts = [] if schema is None else [preparer.quote_schema(schema)]
-    name = _undoubled(".".join([*parts, preparer.quote(table.name)]))
+    name = _qualified(connection, schema, table)
     if record is JobRecord or table.name == JobRecord.__tablename__:
         remedy = "run `enlist migrate`, or enlist.migrations.migrate(connection)"
     else:
         remedy = f"the table of {record.__name__} is yours: migrate it with your own Alembic environment"
     if connection.scalar(sa.text("SELECT to_regclass(:name)"), {"name": name}) is None:
         raise SchemaError(f"the database {_database(connection)} has no table {name}: {remedy}")
+    rates = _qualified(connection, schema, rate_table_of(table))
+    if rate_limits and connection.scalar(sa.text("SELECT to_regclass(:name)"), {"name": rates}) is None:
+        raise SchemaError(f"the database {_database(connection)} has no table {rates} for rate limits: {remedy}")
     columns = set(
         connection.execute(
             sa.text(
@@ -126,6 +130,12 @@ def verify_schema(connection: sa.Connection, *, record: type[JobRecordMixin] = J
         # 0: made by create_all(), in a test; the columns and indexes above are what counts then.
         if 0 < step < LATEST_STEP:
             raise SchemaError(f"the database is at schema step {step}, this release needs {LATEST_STEP}: {remedy}")
+
+
+def _qualified(connection: sa.Connection, schema: str | None, table: sa.Table) -> str:
+    preparer = connection.dialect.identifier_preparer
+    parts = [] if schema is None else [preparer.quote_schema(schema)]
+    return _undoubled(".".join([*parts, preparer.quote(table.name)]))
 
 
 def _statements_of(step: int) -> tuple[str, ...]:
