@@ -76,6 +76,7 @@ class Claimer:
         self._after_keys: dict[str, str] = {}
         self._careful = True
         self._held_up = False
+        self._limited = False
         self._worker = worker
         self._lease = lease
         self._poll_interval = poll_interval
@@ -128,7 +129,7 @@ class Claimer:
             full = len(runs) >= sum(demand.number for demand in demands)
             held_up, self._held_up = self._held_up or any(run.careful for run in runs), False
             return 0.0 if full or held_up else self._next_wait()
-        if nothing_ran and self._again == math.inf and len(self._rates.open(asked)) == len(asked):
+        if nothing_ran and self._again == math.inf and not self._limited and len(demands) == len(asked):
             self.drained.set()
         return self._next_wait()
 
@@ -175,7 +176,7 @@ class Claimer:
                 else:
                     careful = careful and not any(run.careful for _, run in taken)
                     self._claim(taken, rest, careful=careful, whole=True)
-            self._rates.look(demand.queue for demand in _less(demands, taken))
+            self._limited = self._rates.look(demand.queue for demand in _less(demands, taken))
         except SQLAlchemyError as error:
             if not taken:
                 raise

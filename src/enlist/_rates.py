@@ -88,16 +88,16 @@ class Rates:
             return None
         return max(0.0, min(self._closed_until.values()) - time.monotonic())
 
-    def look(self, short: Iterable[str]) -> None:
-        """See which of the queues that brought less than they were asked for did so because of their rate."""
+    def look(self, short: Iterable[str]) -> bool:
+        """See whether queues that brought less than they were asked for did so because of their rate."""
         parameters = self.parameters(short)
         if not parameters:
-            return
+            return False
         rows = self._database.execute(self._database.statements.rate_wait, parameters)
         now = time.monotonic()
-        for row in rows:
-            if row.seconds > 0:
-                self._closed_until[row.queue] = now + row.seconds
+        waits = {row.queue: now + row.seconds for row in rows if row.seconds > 0}
         if len(rows) < len(parameters["rate_queues"]):  # at the start, or somebody emptied the table
             made = self._database.execute(self._database.statements.open_rates, parameters)
-            self._closed_until |= {row.queue: now for row in made}  # look at them again at once
+            waits |= {row.queue: now for row in made}  # look at them again at once
+        self._closed_until |= waits
+        return bool(waits)
