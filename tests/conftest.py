@@ -14,7 +14,7 @@ from sqlalchemy.pool import QueuePool
 from enlist import notifier
 from enlist.demo.server import EmbeddedServer
 from tests.support import Observer, StatementRecorder
-from tests.support.databases import SETTINGS, Databases, databases, quick_directory
+from tests.support.databases import Databases, databases, new_server
 from tests.support.leaks import Snapshot, open_connections
 
 pytest_plugins = ["pytester"]
@@ -135,7 +135,7 @@ def observer(database_url: URL) -> Iterator[Observer]:
 @pytest.fixture
 def private_server() -> Iterator[EmbeddedServer]:
     """A server for this test alone (0.7 s), to stop, crash and restart. Its databases are empty."""
-    with EmbeddedServer(settings=SETTINGS, temporary_root=quick_directory()) as server:
+    with new_server() as server:
         yield server
 
 

@@ -93,6 +93,18 @@ def test_it_works_wherever_the_package_and_tmpdir_are(
     assert directory.stat().st_mode & 0o777 == mode
 
 
+def test_another_postgresql_runs_from_its_directory(private_server: EmbeddedServer) -> None:
+    binaries = private_server.binary_directory
+    with EmbeddedServer(binaries=binaries) as server, Observer(server.url()) as observer:
+        assert server.binary_directory == binaries
+        assert observer.scalar("SELECT 42") == 42
+
+
+def test_a_directory_without_postgresql_is_named(tmp_path_for_all: Path) -> None:
+    with pytest.raises(ServerError, match=f"^{tmp_path_for_all}/initdb does not run here"):
+        EmbeddedServer(binaries=tmp_path_for_all).start()
+
+
 def test_the_environment_of_other_servers_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"PGPORT": "1", "PGDATA": "/nowhere", "PGHOST": "nowhere", "PGUSER": "nobody"}.items():
         monkeypatch.setenv(name, value)

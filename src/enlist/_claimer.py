@@ -171,11 +171,8 @@ class Claimer:
             self._claim(taken, demands, careful=careful, whole=whole)
             if not whole and (rest := _less(demands, taken)):
                 # What lies before the marks: a job committed late, or with an earlier due time.
-                if (pause := self._marks.seconds_to_whole()) > 0:
-                    self._again_in(pause)
-                else:
-                    careful = careful and not any(run.careful for _, run in taken)
-                    self._claim(taken, rest, careful=careful, whole=True)
+                careful = careful and not any(run.careful for _, run in taken)
+                self._claim(taken, rest, careful=careful, whole=True)
             self._limited = self._rates.look(demand.queue for demand in _less(demands, taken))
         except SQLAlchemyError as error:
             if not taken:

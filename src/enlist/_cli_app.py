@@ -282,6 +282,57 @@ def enqueue(
     typer.echo(facts.as_json() if as_json else facts.as_text())
 
 
+@bench.command()
+def indexes(
+    database_url: OwnDatabaseURL = None,
+    jobs: Annotated[int, typer.Option(min=100, max=200_000, help="How many jobs of each sort.")] = 20_000,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure what each index of the job table adds to the WAL over a job's life, and what fillfactor does."""
+    with _extra("demo"):
+        from enlist.bench.indexes import run_indexes  # noqa: PLC0415 - of another extra
+    url = None if database_url is None else parse_url(database_url)
+    _configure_logging(LogLevel.ERROR)
+    facts = run_indexes(url=url, jobs=jobs)
+    typer.echo(facts.as_json() if as_json else facts.as_text())
+
+
+@bench.command()
+def claim(
+    *,
+    database_url: OwnDatabaseURL = None,
+    repeat: Annotated[int, typer.Option(min=1, max=1000, help="How many rounds to measure.")] = 5,
+    claims: Annotated[int, typer.Option(min=1, max=10_000, help="How many claims of each size to time in a round.")] = (
+        40
+    ),
+    scale: Annotated[float, typer.Option(min=1e-6, max=100, help="A factor for the number of jobs of each state.")] = (
+        1.0
+    ),
+    state: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            show_default="all",
+            help="Measure this state: done, future, ready, hot-key, idle-key, keys or pinned. May be given again.",
+        ),
+    ] = None,
+    stale: Annotated[
+        bool, typer.Option("--stale", help="Let the planner's statistics be those of the table when it was empty.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure what a claim of 1 and of 100 jobs costs by what else is in the table, beside an empty one.
+
+    It takes some minutes, and needs the right to create a database.
+    """
+    with _extra("demo"):
+        from enlist.bench.claim import run_claim  # noqa: PLC0415 - of another extra
+    url = None if database_url is None else parse_url(database_url)
+    _configure_logging(LogLevel.ERROR)
+    facts = run_claim(url=url, repeat=repeat, claims=claims, scale=scale, states=state or (), stale=stale)
+    typer.echo(facts.as_json() if as_json else facts.as_text())
+
+
 @contextmanager
 def _extra(name: str) -> Iterator[None]:
     try:

@@ -20,6 +20,8 @@ from enlist._staged import NO_OPTIONS
 from enlist.exceptions import ConfigurationError
 
 if TYPE_CHECKING:
+    import datetime as dt
+
     from enlist._staged import StagedJob
     from enlist._statements import Statements
 
@@ -31,6 +33,7 @@ COLUMNS: Final = (
     "queue",
     "max_attempts",
     "priority",
+    "ordered",
     "concurrency_key",
     "concurrency_limit",
     "meta",
@@ -55,8 +58,9 @@ _COPY: Final = "enlist_copy"
 class _Copy:
     """A COPY of the next jobs, into a table."""
 
-    def __init__(self, jobs: Iterator[StagedJob], table: str, schema: str | None, columns: list[str]) -> None:
-        self.jobs = jobs
+    def __init__(self, lines: Iterator[str], table: str, schema: str | None, columns: list[str]) -> None:
+        self.lines = lines
+        """Of the jobs that are not sent yet."""
         self.table = table
         self.schema = schema
         self.columns = columns
@@ -86,16 +90,20 @@ def can_copy(connection: sa.Connection, statements: Statements) -> bool:
     return bool(connection.scalar(statements.copyable, {"table": name}))
 
 
-def copy_jobs(connection: sa.Connection, statements: Statements, jobs: list[StagedJob]) -> int:
+def copy_jobs(
+    connection: sa.Connection, statements: Statements, jobs: list[StagedJob], created_at: dt.datetime | None = None
+) -> int:
     """Copy the jobs into their table, in the connection's transaction.
 
+    :param created_at: when they were made; default the time of each COPY.
     :return: how many rows were made: a trigger may keep some out.
     """
     table = statements.table
-    columns = [table.c[name].name for name in COLUMNS]
+    names = COLUMNS if created_at is None else (*COLUMNS, "created_at")
+    columns = [table.c[name].name for name in names]
     schema = connection.schema_for_object(table)
     statement = f"COPY {_qualified(schema, table.name)} ({', '.join(map(_quoted, columns))}) FROM STDIN"
-    left = iter(jobs)
+    left = _lines(jobs, created_at)
     sent = made = 0
     while sent < len(jobs):
         copy = _Copy(left, table.name, schema, columns)
@@ -126,7 +134,7 @@ def _blocks(copy: _Copy) -> Iterator[str]:
     characters = 0
     lines: list[str] = []
     length = 0
-    for line in islice(_lines(copy.jobs), COPY_JOBS):
+    for line in islice(copy.lines, COPY_JOBS):
         lines.append(line)
         length += len(line)
         if length >= BLOCK_CHARACTERS:
@@ -140,20 +148,22 @@ def _blocks(copy: _Copy) -> Iterator[str]:
     copy.sent += len(lines)
 
 
-def _lines(jobs: Iterator[StagedJob]) -> Iterator[str]:
+def _lines(jobs: list[StagedJob], created_at: dt.datetime | None) -> Iterator[str]:
     options = call = None
+    end = "" if created_at is None else f"\t{created_at.isoformat()}"
     start = middle = ""
     for job in jobs:
         if job.options is not options:
             options = job.options
-            start = f"{_text(options.kind)}\t{_text(options.queue)}\t{options.max_attempts}\t{options.priority}"
+            names = f"{_text(options.kind)}\t{_text(options.queue)}"
+            start = f"{names}\t{options.max_attempts}\t{options.priority}\t{options.ordered}"
         if job.call is not call:
             call = job.call
             key, limit = call.concurrency_key, call.concurrency_limit
             concurrency = "\\N\t\\N" if key is None else f"{_text(key)}\t{limit}"  # \N is NULL
             middle = f"{concurrency}\t{_text(call.meta or '{}')}"
         assert isinstance(job.payload, str)
-        yield f"{job.number:032x}\t{start}\t{middle}\t{_text(job.payload)}\n"
+        yield f"{job.number:032x}\t{start}\t{middle}\t{_text(job.payload)}{end}\n"
 
 
 def _text(value: str) -> str:

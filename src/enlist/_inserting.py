@@ -87,6 +87,8 @@ class Insertion:
     """Whether the transaction is about to be committed: then the jobs that others are refused for are locked."""
     own: list[StagedJob] = field(default_factory=list)
     """Not inserted, since the running job itself holds their key: they are to be when it is done."""
+    created_at: dt.datetime | None = None
+    """When the jobs were made, if some of them are ordered; else each statement has its own time."""
     refused: list[StagedJob] = field(default_factory=list)
     """Refused for a job that gives up their key when it starts, which it may do before the commit."""
 
@@ -96,11 +98,13 @@ def insert_jobs(
 ) -> None:
     """Insert the jobs; tell the handles of those whose key is held, and add the queues that there are new jobs in."""
     if len(jobs) > INSERT_LIMIT:
-        jobs = _copied(connection, target, jobs, queues)
+        jobs = _copied(connection, target, jobs, queues, insertion)
     _insert_rows(connection, target, [Row(job) for job in jobs], queues, insertion)
 
 
-def _copied(connection: sa.Connection, target: Target, jobs: list[StagedJob], queues: set[str]) -> list[StagedJob]:
+def _copied(
+    connection: sa.Connection, target: Target, jobs: list[StagedJob], queues: set[str], insertion: Insertion
+) -> list[StagedJob]:
     """Copy the jobs that can be, if they are many; return the others."""
     able: list[StagedJob] = []
     others: list[StagedJob] = []
@@ -108,7 +112,7 @@ def _copied(connection: sa.Connection, target: Target, jobs: list[StagedJob], qu
         (able if is_copyable(job) else others).append(job)
     if target.has_defaults or len(able) <= INSERT_LIMIT or not can_copy(connection, target.statements):
         return jobs
-    if copy_jobs(connection, target.statements, able) != len(able):
+    if copy_jobs(connection, target.statements, able, insertion.created_at) != len(able):
         raise _kept_out(target)
     queues.update(job.options.queue for job in able)
     return others
@@ -210,13 +214,15 @@ def _execute(
     if _names(target, rows[0]) is not None:
         statement = statements.insert_rows_replacing if replaces else statements.insert_rows
         statement = statements.insert_rows_locking if locks else statement
-        found = connection.execute(statement, [_parameters(target, row) for row in rows], execution_options=PLAIN)
+        sets = [_parameters(target, row, insertion.created_at) for row in rows]
+        found = connection.execute(statement, sets, execution_options=PLAIN)
     elif rows[-1].job.call.unique is not None:
         statement = statements.insert_replacing if replaces else statements.insert_returning
         statement = statements.insert_locking if locks else statement
-        found = connection.execute(statement, {"rows": _as_json(rows)}, execution_options=PLAIN)
+        found = connection.execute(statement, _as_json(rows, insertion.created_at), execution_options=PLAIN)
     else:  # none can meet a holder: their number says enough, and costs 40 us less than the ids
-        found = connection.execute(statements.insert, {"rows": _as_json(rows)}, execution_options=_COUNTED)
+        parameters = _as_json(rows, insertion.created_at)
+        found = connection.execute(statements.insert, parameters, execution_options=_COUNTED)
         queues.update(row.job.options.queue for row in rows)
         return [] if found.rowcount == len(rows) else rows
     made: set[int] = set()
@@ -286,8 +292,8 @@ def _keys(rows: list[Row]) -> dict[str, list[str]]:
     return {"kinds": [kind for kind, _ in keys], "keys": [key for _, key in keys]}
 
 
-def _as_json(rows: list[Row]) -> str:
-    """The parameter of the INSERT. Payloads and metas are JSON already, so it is put together as text."""
+def _as_json(rows: list[Row], created_at: dt.datetime | None) -> dict[str, Any]:
+    """The parameters of the INSERT. Payloads and metas are JSON already, so it is put together as text."""
     objects = []
     options = None
     start = ""
@@ -300,11 +306,12 @@ def _as_json(rows: list[Row]) -> str:
                 queue=options.queue,
                 max_attempts=options.max_attempts,
                 priority=options.priority,
+                ordered=options.ordered or None,
             )
         call = row.job.call
         more = "" if call is NO_OPTIONS and latest.call is NO_OPTIONS else _call_members(call, latest.call)
         objects.append(f'{{"id":"{row.job.number:032x}"{start}{more},"payload":{latest.payload}}}')
-    return f"[{','.join(objects)}]"
+    return {"rows": f"[{','.join(objects)}]", f"{OWN}created_at": created_at}
 
 
 def _call_members(call: CallOptions, latest: CallOptions) -> str:
@@ -332,7 +339,7 @@ def _interval(duration: dt.timedelta | None) -> str | None:
     return None if duration is None else f"{duration // _MICROSECOND} microseconds"
 
 
-def _parameters(target: Target, row: Row) -> dict[str, Any]:
+def _parameters(target: Target, row: Row, created_at: dt.datetime | None) -> dict[str, Any]:
     job, latest = row.job, (row.latest or row).job
     options, call, unique = job.options, job.call, job.call.unique
     given = {} if call.values is None else call.values.given
@@ -349,6 +356,8 @@ def _parameters(target: Target, row: Row) -> dict[str, Any]:
         f"{OWN}hold": None if unique is None else _interval(unique.hold),
         "concurrency_key": call.concurrency_key,
         "concurrency_limit": call.concurrency_limit,
+        "ordered": options.ordered,
+        f"{OWN}created_at": created_at,
         f"{OWN}run_at": latest.call.run_at,
         f"{OWN}delay": _interval(latest.call.delay),
         f"{OWN}meta": call.meta or "{}",

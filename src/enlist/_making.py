@@ -66,6 +66,7 @@ class _Overrides(NamedTuple):
             options.queue if self.queue is None else self.queue,
             options.priority if self.priority is None else self.priority,
             options.max_attempts if self.max_attempts is None else self.max_attempts,
+            options.ordered,
         )
 
 
@@ -164,12 +165,12 @@ class JobMaker:
         if not _is_late(value):
             if of is not ABSENT:
                 raise InvalidOption("of= is the argument of a late payload: give a function as the payload")
-            options, text = self._encoded(kind, value, overrides)
+            options, text = self._encoded(kind, value, overrides, call)
         elif inspect.iscoroutinefunction(value):
             raise PayloadError("a late payload is made within the flush: give a plain function, not an async one")
         else:
             text = LatePayload(
-                lambda: self._encoded(kind, value() if of is ABSENT else value(of), overrides), _calling_line()
+                lambda: self._encoded(kind, value() if of is ABSENT else value(of), overrides, call), _calling_line()
             )
         return StagedJob(self._target, options, text, call)
 
@@ -193,11 +194,15 @@ class JobMaker:
             return None
         return Values(given, _calling_line() if any(map(callable, given.values())) else "")
 
-    def _encoded(self, kind: str | None, value: Any, overrides: _Overrides) -> tuple[PayloadOptions, str]:
+    def _encoded(
+        self, kind: str | None, value: Any, overrides: _Overrides, call: CallOptions
+    ) -> tuple[PayloadOptions, str]:
         if kind is None:
             if not isinstance(value, JobPayload):
                 raise PayloadError(_not_a_payload(value))
             options = options_of(value)
+            if options.ordered:
+                _check_ordered(type(value).__name__, call)
             text = encode(value, self._max_bytes)
         elif isinstance(value, JobPayload):
             raise PayloadError(
@@ -227,6 +232,16 @@ def _unique(
         return None
     default: Until = "started" if replace else "pruned"
     return UniqueKey(check_key("unique_key", key), until or default, held, replace)
+
+
+def _check_ordered(name: str, call: CallOptions) -> None:
+    if call.concurrency_key is None:
+        raise InvalidOption(f"{name} is ordered: give a concurrency_key=, that of the jobs which are to run in order")
+    if call.concurrency_limit != 1:
+        raise InvalidOption(
+            f"{name} is ordered, one job after the other: concurrency_limit must be 1, not {call.concurrency_limit};"
+            " leave it out"
+        )
 
 
 def _is_late(value: Any) -> bool:

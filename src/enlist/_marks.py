@@ -35,6 +35,9 @@ SHARE: Final = 20
 SELDOM_SECONDS: Final = 1.0
 """How often they are made then, at most."""
 
+LONGEST_SECONDS: Final = 10.0
+"""But so often they are, however long they take."""
+
 MOST: Final = 100
 """How many classes are remembered, the latest."""
 
@@ -61,11 +64,8 @@ class Marks:
         """Whether the next claim is to look at everything."""
         if not self.in_use or self._whole_wanted:
             return True
-        return time.monotonic() >= self._whole_ended + max(SELDOM_SECONDS, SHARE * self._whole_seconds)
-
-    def seconds_to_whole(self) -> float:
-        """When a look at everything may follow a claim that found too little: they take half of the time at most."""
-        return max(0.0, self._whole_ended + self._whole_seconds - time.monotonic())
+        pause = min(max(SELDOM_SECONDS, SHARE * self._whole_seconds), LONGEST_SECONDS)
+        return time.monotonic() >= self._whole_ended + pause
 
     def parameters(self, *, whole: bool) -> dict[str, list[Any]]:
         """What the statements are given.

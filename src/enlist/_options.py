@@ -9,7 +9,16 @@ from typing import Any, Final, TypeAlias
 from enlist.exceptions import InvalidOption
 from enlist.models import MAX_KEY_BYTES, MAX_NAME_BYTES
 
-__all__ = ["Duration", "as_instant", "as_timedelta", "check_integer", "check_key", "check_name", "shown"]
+__all__ = [
+    "Duration",
+    "as_instant",
+    "as_timedelta",
+    "check_boolean",
+    "check_integer",
+    "check_key",
+    "check_name",
+    "shown",
+]
 
 Duration: TypeAlias = int | float | dt.timedelta
 """Seconds, or a timedelta."""
@@ -75,6 +84,16 @@ def check_integer(name: str, value: Any, low: int, high: int) -> int:
     """
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise InvalidOption(f"{name} must be an integer from {low} to {high}, not {shown(value)}")
+    return value
+
+
+def check_boolean(name: str, value: Any) -> bool:
+    """Return the value if it is True or False.
+
+    :raises InvalidOption: it is not.
+    """
+    if not isinstance(value, bool):
+        raise InvalidOption(f"{name} must be True or False, not {shown(value)}")
     return value
 
 

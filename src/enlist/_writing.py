@@ -12,9 +12,10 @@ from pydantic import ValidationError
 from enlist._driver import is_autocommit, sqlstate
 from enlist._encoding import describe_invalid
 from enlist._inserting import Insertion, insert_jobs
+from enlist._ordered_keys import line_up
 from enlist._staged import LatePayload, Values
 from enlist._transactions import note
-from enlist.exceptions import EnlistError, PayloadError, SchemaError, SessionError
+from enlist.exceptions import EnlistError, InvalidOption, PayloadError, SchemaError, SessionError
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -39,20 +40,32 @@ def write(session: Session, jobs: Sequence[StagedJob], batch: Batch, insertion: 
     """
     # By table, whatever the repositories: of one key the order of the calls counts.
     by_table: dict[Statements, list[StagedJob]] = {}
+    with_key: dict[Statements, list[StagedJob]] = {}
     for job in jobs:
         _resolve(job)
         by_table.setdefault(job.target.statements, []).append(job)
+        if job.call.concurrency_key is not None:
+            with_key.setdefault(job.target.statements, []).append(job)
     # In one order everywhere: transactions that write to several tables must not wait for each other in a circle.
     for statements in sorted(by_table, key=lambda statements: statements.channel):
         staged = by_table[statements]
         target = max({job.target for job in staged}, key=lambda target: NOTIFYING.index(target.notify))
-        _write_table(session, target, staged, batch, insertion)
+        _write_table(session, target, staged, batch, insertion, with_key=with_key.get(statements, []))
 
 
-def _write_table(session: Session, target: Target, jobs: list[StagedJob], batch: Batch, insertion: Insertion) -> None:
+def _write_table(
+    session: Session,
+    target: Target,
+    jobs: list[StagedJob],
+    batch: Batch,
+    insertion: Insertion,
+    *,
+    with_key: list[StagedJob],
+) -> None:
     connection = connection_for(session, target)
     written = note(connection, target, batch)
     try:
+        insertion.created_at = line_up(connection, target.statements, with_key) if with_key else None
         insert_jobs(connection, target, jobs, written.queues, insertion)
     except sa.exc.DBAPIError as error:
         if sqlstate(error) in _SCHEMA_STATES:
@@ -136,6 +149,8 @@ def _fail(what: str, error: Exception) -> NoReturn:
         # The database's own word (a deadlock, a lost connection) stays what it is: callers retry by it.
         error.add_note(f"while the {what} was made")
         raise error
+    if isinstance(error, InvalidOption):
+        raise InvalidOption(f"{what}: {error}") from error
     if isinstance(error, EnlistError):
         raise PayloadError(f"{what}: {error}") from error
     if isinstance(error, ValidationError):

