@@ -30,6 +30,8 @@ MARKS = {
     "mark_priorities": [0],
     "mark_dues": [0.0],
     "mark_ids": [IDS[0]],
+    "held_queues": ["default"],
+    "held_keys": ["k1"],
 }
 LOOKED_AT: list[Any] = [
     SimpleNamespace(queue="default", concurrency_key="k1", concurrency_limit=2, ordered=False),
@@ -72,7 +74,7 @@ HOT = {
     "reap": Hot(STATEMENTS.reap, {"limit": 500}, "lease pkey"),
     "start": Hot(STATEMENTS.start, {"job_id": IDS[0], "token": 1}, "pkey"),
     "finish": Hot(STATEMENTS.finish(1), {"job_id": IDS[0], "token": 1}, "pkey"),
-    "lock_row": Hot(STATEMENTS.lock_row, {"job_id": IDS[0], "token": 1, "idle_limit": "60s"}, "pkey"),
+    "lock_row": Hot(STATEMENTS.lock_row(1), {"job_id": IDS[0], "token": 1, "idle_limit": "60s"}, "pkey"),
     "states": Hot(STATEMENTS.states, {"ids": IDS}, "pkey"),
     "fate": Hot(STATEMENTS.fate, {"job_id": IDS[0]}, "pkey"),
     "disown": Hot(STATEMENTS.disown, {"worker": "w", "ids": IDS}, "lease pkey", "lease"),

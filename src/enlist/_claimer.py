@@ -198,7 +198,7 @@ class Claimer:
             "worker": self._worker,
             "lease": self._lease,
         }
-        looks = self._any_keyed or self._marks.in_use
+        looks = self._any_keyed or self._marks.any_keyed
         seen = self._look(parameters) if looks else []
         plain = self._claim_plain(parameters, seen, look_first=not looks)
         if plain is None:
@@ -279,6 +279,7 @@ class Claimer:
             ).all()
         self._held_up = 0 < len(rows) < len(placed)
         taken = {row.concurrency_key for row in rows}
+        self._marks.hold(rows)
         self._marks.note(takewhile(lambda row: row.concurrency_key in taken, placed), keyed=True)
         return self._hold(rows, asked)
 

@@ -7,12 +7,10 @@ write its jobs in another order and in several statements: so those of one flush
 from __future__ import annotations
 
 import datetime as dt
-import time
-from functools import lru_cache
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from enlist._options import shown
-from enlist._statements import PLAIN
+from enlist._statements import PLAIN, of_this_minute
 from enlist.exceptions import InvalidOption
 
 if TYPE_CHECKING:
@@ -22,9 +20,6 @@ if TYPE_CHECKING:
     from enlist._statements import Statements
 
 __all__ = ["line_up"]
-
-PLAN_SECONDS: Final = 60
-"""How long a plan of the look that the application's driver has cached may live."""
 
 
 def line_up(connection: sa.Connection, statements: Statements, jobs: list[StagedJob]) -> dt.datetime | None:
@@ -50,7 +45,7 @@ def line_up(connection: sa.Connection, statements: Statements, jobs: list[Staged
         "keys": [key for _, key in wanted],
         "ordered": list(wanted.values()),
     }
-    statement = _statement(statements, int(time.monotonic()) // PLAN_SECONDS)
+    statement = of_this_minute(statements.at_odds)
     found = connection.execute(statement, parameters, execution_options=PLAIN).one()
     if found.key is not None:
         raise _at_odds(found.key, first[found.key], f"kind {found.kind!r}, of which one is {found.status},")
@@ -63,8 +58,3 @@ def _at_odds(key: str, job: StagedJob, other: str) -> InvalidOption:
         f"concurrency_key {shown(key)}: kind {job.options.kind!r} {these} ordered and {other} {those}; the jobs of a"
         " key must agree, so give those of one kind another key, or make both classes ordered=True"
     )
-
-
-@lru_cache(maxsize=8)
-def _statement(statements: Statements, generation: int) -> sa.Executable:
-    return statements.at_odds(generation)

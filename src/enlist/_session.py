@@ -7,8 +7,6 @@ The guard works by transaction events, since refusing methods alone leaves holes
 from __future__ import annotations
 
 import datetime as dt
-import time
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import sqlalchemy as sa
@@ -17,6 +15,7 @@ from sqlalchemy.orm import Session, SessionTransaction
 
 from enlist._driver import is_autocommit, is_transaction_over, sqlstate
 from enlist._staging import RUNNING, write_waiting
+from enlist._statements import of_this_minute
 from enlist._transactions import ENDING_STATEMENT, IN_FAILED_TRANSACTION
 from enlist.exceptions import CommitRefused, LeaseLost, SessionError, TransactionAborted
 
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
 __all__ = ["Guard", "GuardedSession", "finish", "guarded"]
 
 SNAPSHOT_LEVELS: Final = frozenset({"REPEATABLE READ", "SERIALIZABLE"})
-PLAN_SECONDS: Final = 60
-"""How long a plan that the application's driver has cached for the fenced UPDATE may live."""
 
 
 class Guard:
@@ -194,7 +191,7 @@ def _after_begin(session: GuardedSession, transaction: SessionTransaction, conne
     # Only on the job's own database: a session may write to others as well.
     if guard.holds_lock(connection) and _is_jobs_bind(session, guard, connection) and not transaction.nested:
         parameters = {"job_id": guard.job_id, "token": guard.token, "idle_limit": guard.idle_limit}
-        if connection.execute(guard.statements.lock_row, parameters).first() is None:
+        if connection.execute(of_this_minute(guard.statements.lock_row), parameters).first() is None:
             raise LeaseLost(guard.job_id)
 
 
@@ -248,7 +245,7 @@ def finish(session: GuardedSession) -> bool:
         for used, root in guard.roots:
             if root is None or not root.is_active or used.get_transaction() is not root:
                 raise guard.refuse("commit() or rollback() of the connection")
-        statement = _finish_statement(guard.statements, int(time.monotonic()) // PLAN_SECONDS)
+        statement = of_this_minute(guard.statements.finish)
         result = connection.execute(statement, {"job_id": guard.job_id, "token": guard.token})
     except sa.exc.PendingRollbackError:
         # from None: its text has that of the flush's error, bound parameters and all.
@@ -269,8 +266,3 @@ def finish(session: GuardedSession) -> bool:
     guard.ours = guard.committing = True
     session.commit()
     return True
-
-
-@lru_cache(maxsize=8)
-def _finish_statement(statements: Statements, generation: int) -> sa.Executable:
-    return statements.finish(generation)

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import datetime as dt
 import hashlib
+import time
 import uuid
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -34,7 +35,7 @@ from sqlalchemy.dialects.postgresql import ARRAY, INTERVAL, JSONB, JSONPATH, ins
 from enlist.models import rate_table_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 __all__ = [
     "CLAIM_LIMIT",
@@ -43,7 +44,10 @@ __all__ = [
     "OWN",
     "PLAIN",
     "Statements",
+    "ahead",
     "channel_of",
+    "keys",
+    "of_this_minute",
     "statements_for",
 ]
 
@@ -65,6 +69,8 @@ NO_MARKS: Final[dict[str, Any]] = {
     "mark_priorities": [],
     "mark_dues": [],
     "mark_ids": [],
+    "held_queues": [],
+    "held_keys": [],
 }
 """The marks of a claim that looks at everything."""
 
@@ -73,6 +79,9 @@ PLAIN: Final = {"stream_results": False, "yield_per": None}
 
 OWN: Final = "enlist: "
 """Beginning of a parameter's name that no column of an application has."""
+
+PLAN_SECONDS: Final = 60
+"""How long a plan may live that a driver of the application's has cached."""
 
 ERRORS_KEPT: Final = 10
 """How many errors of a job are kept, the latest."""
@@ -217,6 +226,16 @@ def channel_of(table: sa.Table) -> str:
     return "enlist_" + hashlib.sha256(name.encode()).hexdigest()[:32]
 
 
+@lru_cache(maxsize=64)
+def _of_generation(build: Callable[[int], sa.Executable], generation: int) -> sa.Executable:
+    return build(generation)
+
+
+def of_this_minute(build: Callable[[int], sa.Executable]) -> sa.Executable:
+    """A statement that runs on the application's engine, in the text of its generation: see ``Statements.finish``."""
+    return _of_generation(build, int(time.monotonic()) // PLAN_SECONDS)
+
+
 def ahead(seen: Iterable[sa.Row[Any]]) -> dict[str, list[Any]]:
     """The parameters of :attr:`Statements.claim` for what :attr:`Statements.look` has seen."""
     rows = list(seen)
@@ -277,7 +296,6 @@ class Statements:
         self.complete = self._complete()
         self.settle = self._settle()
         self.reap = self._reap()
-        self.lock_row = self._lock_row()
         self.fate = self._fate()
         self.summary = self._summary()
         self.cancel = self._cancel()
@@ -739,17 +757,20 @@ class Statements:
         return front.cte("front").prefix_with("MATERIALIZED")
 
     def _keys(self, asked: Any, front: Any, near: Any) -> Any:
-        """Keys of a queue, one after the other, where its front is not all and has too few jobs in turn; a CTE.
+        """Keys of a queue that are looked at by themselves, a probe of the index each; a CTE.
 
-        Parameter ``after_keys``, aligned with ``queues``: the key where an earlier claim stopped, else NULL. What
-        stands behind thousands of jobs that wait for one key is found by its own key: a probe of the index each,
-        at most :data:`KEYS_AT_ONCE` of them in one claim, the following ones in the next.
+        First those of ``held_queues`` and ``held_keys``, aligned: see :class:`~enlist._marks.Marks`. Then, where the
+        front is not all of a queue's line and has too few jobs in turn, one key after the other, at most
+        :data:`KEYS_AT_ONCE`: so that is found what stands behind thousands of jobs that wait for one key. Parameter
+        ``after_keys``, aligned with ``queues``: the key where an earlier claim stopped, else NULL.
         """
+        held = _rows("held", queue=("held_queues", sa.Text), concurrency_key=("held_keys", sa.Text))
+        none = sa.literal_column("0", sa.Integer)
+        again = self._first_of(held.c.queue, held, lambda key: key == held.c.concurrency_key).lateral("again")
 
         def number_of(rows: Any) -> Any:
             return sa.select(sa.func.count()).where(rows.c.queue == asked.c.queue).correlate(asked).scalar_subquery()
 
-        none = sa.literal_column("0", sa.Integer)
         first = sa.select(
             sa.func.coalesce(asked.c.after, _word("")).label("concurrency_key"),
             none.label("concurrency_limit"),
@@ -757,26 +778,32 @@ class Statements:
             none.label("place"),
         ).where(number_of(front) >= _enough(asked), number_of(near) < asked.c.number)
         last = first.correlate(asked).cte("keys", recursive=True, nesting=True)
-        job = self.table.alias("job")
-        following = (
-            sa.select(job.c.concurrency_key, job.c.concurrency_limit, job.c.ordered)
-            .where(
-                _status("job", "queued"),
-                job.c.queue == asked.c.queue,
-                job.c.concurrency_key > last.c.concurrency_key,
-            )
-            .order_by(job.c.concurrency_key, job.c.priority.desc(), job.c.run_at, job.c.id)
-            .limit(sa.literal_column("1"))
-            .correlate(asked, last)
-            .lateral("following")
-        )
+        following = self._first_of(asked.c.queue, (asked, last), lambda key: key > last.c.concurrency_key)
+        next_key = following.lateral("following")
         place = last.c.place + sa.literal_column("1", sa.Integer)
-        step = sa.select(following, place).select_from(last.join(following, sa.true()))
+        step = sa.select(next_key, place).select_from(last.join(next_key, sa.true()))
         keys = last.union_all(step.where(last.c.place < sa.literal_column(str(KEYS_AT_ONCE))).correlate(asked))
         found = sa.select(keys).where(keys.c.place > none).correlate(asked).lateral("found")
         return (
-            sa.select(asked.c.queue, found).select_from(asked.join(found, sa.true())).cte("keys_found")
-        ).prefix_with("MATERIALIZED")
+            sa.union_all(
+                sa.select(held.c.queue, again, none.label("place")).select_from(held.join(again, sa.true())),
+                sa.select(asked.c.queue, found).select_from(asked.join(found, sa.true())),
+            )
+            .cte("keys_found")
+            .prefix_with("MATERIALIZED")
+        )
+
+    def _first_of(self, queue: Any, owners: Any, condition: Callable[[Any], Any]) -> sa.Select[Any]:
+        """The first key of a queue that meets a condition, with the limit and the order of a job of it."""
+        job = self.table.alias("job")
+        key = job.c.concurrency_key
+        return (
+            sa.select(key, job.c.concurrency_limit, job.c.ordered)
+            .where(_status("job", "queued"), job.c.queue == queue, condition(key))
+            .order_by(key, job.c.priority.desc(), job.c.run_at, job.c.id)
+            .limit(sa.literal_column("1"))
+            .correlate(*(owners if isinstance(owners, tuple) else (owners,)))
+        )
 
     def _earliest(self, key: Any, *owners: Any) -> Any:
         """The id of the earliest live job of an ordered key, whenever it is due: the others wait for its end."""
@@ -793,14 +820,17 @@ class Statements:
     def _near(self, front: Any, counts: Any) -> Any:
         """Of a front those whose turn it is, as far as can be seen without a lock on the key; ids."""
         room = front.c.concurrency_limit - _running_of(counts, front.c.concurrency_key)
-        first = sa.select(front.c.id).where(sa.not_(front.c.ordered), front.c.place <= room)
+        # Of a key that is looked at by itself there may be others before this front.
+        others = front.c.concurrency_key != sa.all_(sa.cast(_array("held_keys", sa.Text), ARRAY(sa.Text)))
+        first = sa.select(front.c.id).where(sa.not_(front.c.ordered), front.c.place <= room, others)
         has_room = room > sa.literal_column("0")
         ordered = sa.select(front.c.concurrency_key).where(front.c.ordered, has_room).distinct().subquery("ordered")
         head = self._earliest(ordered.c.concurrency_key, ordered).label("id")
         return sa.union_all(first, sa.select(head).select_from(ordered)).subquery("ids")
 
     def _far(self, keys: Any, counts: Any) -> Any:
-        """The first job of each key that has a slot free; ids."""
+        """The first jobs of each key, as many as it has slots free; ids."""
+        free = keys.c.concurrency_limit - _running_of(counts, keys.c.concurrency_key)
         head = self.table.alias("job")
         first = (
             sa.select(head.c.id)
@@ -811,14 +841,16 @@ class Statements:
                 *self._claimable(head),
             )
             .order_by(head.c.priority.desc(), head.c.run_at, head.c.id)
-            .limit(sa.literal_column("1"))
+            .limit(sa.func.greatest(free, sa.literal_column("0")))
             .correlate(keys)
-            .scalar_subquery()
+            .subquery("first")
         )
-        earliest = self._earliest(keys.c.concurrency_key, keys)
-        running = _running_of(counts, keys.c.concurrency_key)
-        ids = sa.select(sa.case((keys.c.ordered, earliest), else_=first).label("id"))
-        return ids.where(keys.c.concurrency_limit > running).subquery("ids")
+        bounded = sa.select(first).limit(sa.literal_column(str(CLAIM_LIMIT))).correlate(keys).lateral("bounded")
+        earliest = self._earliest(keys.c.concurrency_key, keys).label("id")
+        return sa.union_all(
+            sa.select(bounded.c.id).select_from(keys.join(bounded, sa.not_(keys.c.ordered))),
+            sa.select(earliest).where(keys.c.ordered, free > sa.literal_column("0")),
+        ).subquery("ids")
 
     def _in_turn(self, ids: Any) -> sa.Select[Any]:
         job = self.table.alias("job")
@@ -830,7 +862,7 @@ class Statements:
         """See which jobs with a concurrency key are next in their queues: nothing is locked or taken.
 
         Parameters: ``queues``, ``limits`` and ``after_keys``, aligned, see :meth:`_keys`; ``kinds``; ``careful``,
-        whether such a job may be taken; ``mark_*``, see :meth:`_marks`.
+        whether such a job may be taken; ``mark_*`` and ``held_*``, see :class:`~enlist._marks.Marks`.
 
         Rows, told apart by ``part``: "job", one whose turn it is, at most ``limits`` of a queue; "more", the last key
         that was looked at by itself, and there are others; "any", one row if any queue has jobs with a key at all,
@@ -1295,17 +1327,19 @@ class Statements:
 
     # -- the handler's transaction -----------------------------------------------------------------------------
 
-    def _lock_row(self) -> sa.Executable:
+    def lock_row(self, generation: int) -> sa.Executable:
         """Lock a running job that is ours for the handler's transaction: ``job_id``, ``token``; its id, or no row.
 
         ``idle_limit``, such as "60s", bounds how long the transaction may idle: a frozen worker would hold the lock
         for ever. Where the snapshot is the transaction's (REPEATABLE READ, SERIALIZABLE) one heartbeat would make the
-        final UPDATE fail. While this lock is held heartbeat and reaper pass the row by: the lock is the lease.
+        final UPDATE fail. While this lock is held heartbeat and reaper pass the row by: the lock is the lease. For the
+        generation see :meth:`finish`.
         """
         limit = sa.bindparam("idle_limit", type_=sa.Text)
         c = self.table.c
         return (
             sa.select(c.id, sa.func.set_config("idle_in_transaction_session_timeout", limit, sa.true()))
+            .prefix_with(f"/* g{generation} */")
             .where(
                 c.id == sa.bindparam("job_id", type_=sa.Uuid),
                 c.lease_token == sa.bindparam("token", type_=sa.BigInteger),
