@@ -153,7 +153,7 @@ def test_an_old_token_changes_nothing(database_url: URL, jobs: Jobs, observer: O
     assert database.execute(statements.complete, held) == []
     assert database.execute(statements.settle, {**held, **settle}) == []
     assert database.execute(statements.start, one) == []
-    assert database.execute(statements.lock_row, {**one, "idle_limit": "1s"}) == []
+    assert database.execute(statements.lock_row(1), {**one, "idle_limit": "1s"}) == []
     with database.transaction() as connection:
         assert connection.execute(statements.finish(0), one).rowcount == 0
     assert jobs.row(job_id) == before
