@@ -40,6 +40,7 @@ WEST = dt.timezone(dt.timedelta(hours=-12))
         {"priority": 32768},
         {"priority": -32769},
         {"priority": True},
+        {"priority": None},
         {"priority": 1.0},
         {"priority": "1"},
         {"priority": 10**5000},

@@ -323,6 +323,7 @@ def test_generics_inherit() -> None:
         {"queue": "\ud800"},
         {"priority": 40_000},
         {"priority": True},
+        {"priority": None},
         {"priority": 1.0},
         {"max_attempts": 0},
         {"max_attempts": 2**31},

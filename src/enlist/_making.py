@@ -10,6 +10,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypedDict, get_ar
 
 from enlist._encoding import encode_data
 from enlist._options import (
+    ABSENT,
     MAX_INTEGER,
     Duration,
     as_instant,
@@ -24,22 +25,19 @@ from enlist.exceptions import InvalidOption, PayloadError
 from enlist.models import MAX_SMALLINT, PRIORITY_RANGE
 from enlist.payload import JobPayload, PayloadOptions, encode, options_of
 
-__all__ = ["ABSENT", "EnqueueOptions", "JobMaker", "OnConflict", "Until"]
+__all__ = ["EnqueueOptions", "JobMaker", "OnConflict", "Until"]
 
 Until: TypeAlias = Literal["started", "finished", "pruned"]
 OnConflict: TypeAlias = Literal["ignore", "replace"]
-
-ABSENT: Final[Any] = object()
-"""An argument that was not given, where None may be meant."""
 
 _DEFAULTS: Final = PayloadOptions()
 
 
 class EnqueueOptions(TypedDict, total=False):
-    """The options of :meth:`JobRepository.enqueue`, which describes them; None counts as not given."""
+    """The options of :meth:`JobRepository.enqueue`, which describes them. None: not given (priority: refused)."""
 
     queue: str | None
-    priority: int | None
+    priority: int
     run_at: dt.datetime | None
     delay: Duration | None
     unique_key: str | None
@@ -101,7 +99,7 @@ class JobMaker:
         *,
         of: Any = ABSENT,
         queue: str | None = None,
-        priority: int | None = None,
+        priority: int = ABSENT,
         run_at: dt.datetime | None = None,
         delay: Duration | None = None,
         unique_key: str | None = None,
@@ -117,7 +115,7 @@ class JobMaker:
         """Make a job of the arguments of ``enqueue``, and check everything that can be checked now."""
         if queue is not None:
             check_name("queue", queue)
-        if priority is not None:
+        if priority is not ABSENT:
             check_integer("priority", priority, *PRIORITY_RANGE)
         if max_attempts is not None:
             check_integer("max_attempts", max_attempts, 1, MAX_INTEGER)
@@ -144,8 +142,8 @@ class JobMaker:
         if any(option is not None for option in (unique, concurrency_key, run_at, wait, meta_text, own)):
             call = CallOptions(unique, concurrency_key, concurrency_limit, run_at, wait, meta_text, own)
         overrides = _NO_OVERRIDES
-        if not (queue is None and priority is None and max_attempts is None):
-            overrides = _Overrides(queue, priority, max_attempts)
+        if not (queue is None and priority is ABSENT and max_attempts is None):
+            overrides = _Overrides(queue, None if priority is ABSENT else priority, max_attempts)
         return self._staged(payload, data, of, overrides, call)
 
     def _staged(

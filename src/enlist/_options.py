@@ -10,6 +10,7 @@ from enlist.exceptions import InvalidOption
 from enlist.models import MAX_KEY_BYTES, MAX_NAME_BYTES
 
 __all__ = [
+    "ABSENT",
     "Duration",
     "as_instant",
     "as_timedelta",
@@ -28,6 +29,10 @@ MAX_INTEGER: Final = 2_147_483_647
 
 LONGEST: Final = dt.timedelta(days=365_000)
 """A thousand years; PostgreSQL's timestamps and Python's end somewhere beyond."""
+
+
+ABSENT: Final[Any] = object()
+"""An argument that was not given, where None may be meant, or is refused."""
 
 
 def as_timedelta(name: str, value: Duration) -> dt.timedelta:

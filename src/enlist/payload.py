@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from enlist._encoding import DEFAULT_MAX_BYTES, decode_model, encode_data, encode_model
 from enlist._lossy import refuse_lossy_fields
-from enlist._options import MAX_INTEGER, check_boolean, check_integer, check_name
+from enlist._options import ABSENT, MAX_INTEGER, check_boolean, check_integer, check_name
 from enlist.exceptions import PayloadError
 from enlist.models import PRIORITY_RANGE
 
@@ -71,7 +71,7 @@ class JobPayload(BaseModel):
         *,
         kind: str | None = None,
         queue: str | None = None,
-        priority: int | None = None,
+        priority: int = ABSENT,
         max_attempts: int | None = None,
         ordered: bool | None = None,
         **config: Unpack[ConfigDict],
@@ -82,7 +82,7 @@ class JobPayload(BaseModel):
             given["kind"] = check_name("kind", kind)
         if queue is not None:
             given["queue"] = check_name("queue", queue)
-        if priority is not None:
+        if priority is not ABSENT:
             given["priority"] = check_integer("priority", priority, *PRIORITY_RANGE)
         if max_attempts is not None:
             given["max_attempts"] = check_integer("max_attempts", max_attempts, 1, MAX_INTEGER)

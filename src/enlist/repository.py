@@ -15,8 +15,8 @@ from typing_extensions import TypeVar
 
 from enlist._commands import Changes, Condition, Which, change, count, oldest_queued_age, prune
 from enlist._encoding import DEFAULT_MAX_BYTES
-from enlist._making import ABSENT, EnqueueOptions, JobMaker, OnConflict, Until
-from enlist._options import MAX_INTEGER, Duration, as_instant, as_timedelta, check_integer, shown
+from enlist._making import EnqueueOptions, JobMaker, OnConflict, Until
+from enlist._options import ABSENT, MAX_INTEGER, Duration, as_instant, as_timedelta, check_integer, shown
 from enlist._staged import Notify, StagedJob, Target
 from enlist._staging import flush_staged, stage_of
 from enlist._uuid7 import uuid7s
@@ -108,7 +108,7 @@ class RepositoryBase(Generic[RecordT_co]):
         *,
         of: Any = ABSENT,
         queue: str | None = None,
-        priority: int | None = None,
+        priority: int = ABSENT,
         run_at: dt.datetime | None = None,
         delay: Duration | None = None,
         unique_key: str | None = None,
@@ -136,7 +136,8 @@ class RepositoryBase(Generic[RecordT_co]):
 
         :param session: a Session, AsyncSession, scoped_session or async_scoped_session.
         :param queue: at most 200 bytes; default ``"default"``.
-        :param priority: -32768 to 32767, higher is run first; default 0.
+        :param priority: -32768 to 32767, higher is run first; default 0. None is refused: in an order NULL would be the
+            highest.
         :param run_at: an aware datetime before which the job is not run; default the server's time at the flush.
         :param delay: the same as seconds or a timedelta, from the server's time at the flush.
         :param unique_key: while a job of this kind holds the key, no other is made; at most 2,000 bytes. A flush that
