@@ -84,6 +84,7 @@ def table(database_url: URL) -> Iterator[Table]:
 # -- the run -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_state_is_measured_and_nothing_is_left(database_url: URL, observer: Observer) -> None:
     databases = observer.scalar(
         "SELECT count(*) FROM pg_database WHERE datname LIKE 'enlist!_bench!_claim%' ESCAPE '!'"

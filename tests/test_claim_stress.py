@@ -200,7 +200,8 @@ def test_concurrent_claimers_take_each_job_once_and_no_more_than_asked(
 
 
 @pytest.mark.parametrize(
-    ("processes", "number"), [(2, 80), pytest.param(16, 3000, marks=[SLOW, pytest.mark.timeout(120)])]
+    ("processes", "number"),
+    [pytest.param(2, 80, marks=SLOW), pytest.param(16, 3000, marks=[SLOW, pytest.mark.timeout(120)])],
 )
 def test_claimers_in_processes_of_their_own_take_each_job_once(
     processes: int, number: int, database_url: URL, observer: Observer
@@ -235,8 +236,8 @@ LEVELS = [
     ("engine", "SERIALIZABLE"),
     ("database", "repeatable read"),
     ("database", "serializable"),
-    ("role", "repeatable read"),
-    ("role", "serializable"),
+    pytest.param("role", "repeatable read", marks=SLOW),
+    pytest.param("role", "serializable", marks=SLOW),
 ]
 
 
@@ -526,6 +527,7 @@ def test_a_keys_slots_are_used_up_while_there_is_work(
     check_table(observer)
 
 
+@pytest.mark.slow
 def test_a_killed_worker_frees_all_its_slots_of_a_key_and_no_more(database_url: URL, observer: Observer) -> None:
     """Three of three slots are a dead process's until its lease is over; then they are the others', exactly."""
     jobs = Jobs(observer)
