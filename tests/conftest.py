@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import AsyncIterator, Iterator
 
@@ -33,6 +34,15 @@ def no_leaks() -> Iterator[None]:
     notifier.close_all()  # it keeps its thread for some seconds, in case there is more
     if leaks := before.leaks():
         pytest.fail("the test left something behind:\n  " + "\n  ".join(leaks), pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def log_level() -> Iterator[None]:
+    """Undo what the command line sets for its process."""
+    logger = logging.getLogger("enlist")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")

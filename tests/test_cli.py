@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import signal
@@ -56,7 +55,6 @@ def enlist(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])
     modules = set(sys.modules)
-    level = logging.getLogger("enlist").level
 
     def run(*arguments: str | URL, **environment: str) -> Result:
         texts = [a.render_as_string(hide_password=False) if isinstance(a, URL) else a for a in arguments]
@@ -72,7 +70,6 @@ def enlist(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, 
         return Result(status or 0, captured.out, captured.err)
 
     yield run
-    logging.getLogger("enlist").setLevel(level)
     for name in set(sys.modules) - modules:
         if getattr(sys.modules[name], "__file__", None) and str(tmp_path) in str(sys.modules[name].__file__):
             del sys.modules[name]
@@ -436,6 +433,7 @@ def test_a_worker_runs_jobs_until_sigterm(
 
 
 # Of the async one only the thread goes on that it waits for; itself it is cancelled, and its job given back.
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "status"), [("forever", 1), pytest.param("forever_async", 0, marks=pytest.mark.slow)])
 def test_a_process_ends_though_a_handler_never_returns(
     application: str, start: Start, engine: Engine, kind: str, status: int

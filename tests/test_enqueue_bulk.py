@@ -386,6 +386,7 @@ def test_a_copy_is_prepared_and_committed_in_two_phases(engine: Engine, observer
     assert observer.scalar("SELECT count(*) FROM enlist_job") == 1500
 
 
+@pytest.mark.slow
 def test_a_copy_ends_after_a_while_for_the_sake_of_a_statement_timeout(
     engine: Engine, statements: StatementRecorder, observer: Observer
 ) -> None:

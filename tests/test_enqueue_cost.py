@@ -50,6 +50,7 @@ def test_a_duplicate_costs_one_look_up_however_many_there_are(engine: Engine, st
     assert len(statements.texts) == 2
 
 
+@pytest.mark.slow
 def test_memory_is_flat_over_the_commits_of_one_session(engine: Engine) -> None:
     repo = JobRepository(notify=None)
     with Session(engine) as session:

@@ -960,6 +960,7 @@ def test_an_applications_own_job_class_is_drained_and_found(connection: sa.Conne
 PAGE = Path(__file__).parents[1] / "docs" / "testing.md"
 
 
+@pytest.mark.slow
 def test_the_fixtures_and_tests_of_the_documentation_pass(
     pytester: pytest.Pytester, database_url: URL, observer: Observer
 ) -> None:

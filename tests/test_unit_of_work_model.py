@@ -386,6 +386,7 @@ STEPS = 50
 EXAMPLES = {"sync": 70, "psycopg": 30, "asyncpg": 30}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)  # a failure is made small before it is reported: minutes
 @pytest.mark.parametrize("driver", EXAMPLES)
 def test_a_session_and_its_handles_are_as_the_model_says(driver: str, database_url: URL, observer: Observer) -> None:

@@ -298,6 +298,7 @@ def test_shutdown_timeout_ends_async_handlers_and_gives_their_jobs_back(engine: 
     assert jobs.effects(job_id) == []
 
 
+@pytest.mark.slow
 def test_stops_at_random_moments_lose_nothing(engine: Engine, jobs: Jobs, observer: Observer) -> None:
     """In the middle of claims, starts and completions: afterwards nothing runs, and each job has run once."""
     ids = jobs.add_many("work", 300)
