@@ -278,6 +278,71 @@ def test_a_workers_limits_are_checked(engine: Engine, limits: Any, message: str)
         Worker(engine, handlers_for(), rate_limits=limits)
 
 
+@pytest.mark.parametrize("limit", [RateLimit(500, per=1, burst=1), RateLimit(2000, per=1, burst=5)])
+def test_intervals_shorter_than_a_claim_are_no_reason_to_wait_for_a_poll(
+    engine: Engine, jobs: Jobs, observer: Observer, limit: RateLimit
+) -> None:
+    jobs.add_many("work", 60)
+    with running(Worker(engine, handlers_for(), rate_limits={"default": limit}, poll_interval=60)):
+        jobs.wait_all(timeout=30)
+    assert most_above(claimed_at(observer), limit) <= 1e-3
+
+
+def test_workers_that_drain_one_limited_queue_leave_nothing(engine: Engine, jobs: Jobs, observer: Observer) -> None:
+    jobs.add_many("work", 60)
+    limit = {"default": RateLimit(300, per=1, burst=1)}
+    threads = [
+        threading.Thread(target=Worker(engine, handlers_for(), rate_limits=limit).drain, kwargs={"timeout": 30})
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert observer.rows("SELECT status, count(*) FROM enlist_job GROUP BY 1") == [("done", 60)]
+
+
+def test_a_limited_queue_without_jobs_is_no_trouble(
+    engine: Engine, jobs: Jobs, observer: Observer, caplog: pytest.LogCaptureFixture
+) -> None:
+    limit = {"default": RateLimit(10, per=1)}
+    with running(Worker(engine, handlers_for(), queues=["default", "other"], rate_limits=limit, poll_interval=0.05)):
+        wait_until(lambda: observer.scalar("SELECT count(*) FROM enlist_job_rate"))
+        jobs.wait(jobs.add("work", queue="other"))
+        jobs.wait(jobs.add("work"))
+    assert [record for record in caplog.records if record.levelname != "INFO"] == []
+
+
+@pytest.mark.parametrize("free_at", ["infinity", "statement_timestamp() + interval '30 days'", "-infinity"])
+def test_what_was_spent_under_another_limit_counts_for_no_more_than_a_burst(
+    engine: Engine, jobs: Jobs, observer: Observer, free_at: str
+) -> None:
+    value = free_at if "(" in free_at else f"'{free_at}'"
+    observer.execute(f"INSERT INTO enlist_job_rate (queue, free_at) VALUES ('default', {value})")
+    jobs.add_many("work", 5)
+    limit = RateLimit(10, per=0.5)
+    with running(Worker(engine, handlers_for(), rate_limits={"default": limit}, poll_interval=60)):
+        jobs.wait_all(timeout=10)
+    assert most_above(claimed_at(observer), limit) <= 1e-3
+
+
+def test_a_rate_that_somebody_holds_stops_its_queue_alone(engine: Engine, jobs: Jobs, observer: Observer) -> None:
+    limit = RateLimit(3, per=0.6)
+    queues = ["default", "other"]
+    jobs.add_many("work", 12)
+    observer.execute("INSERT INTO enlist_job_rate (queue) VALUES ('default')")
+    with engine.begin() as held:
+        held.exec_driver_sql("SELECT FROM enlist_job_rate FOR UPDATE")
+        worker = Worker(engine, handlers_for(), queues=queues, rate_limits={"default": limit}, poll_interval=60)
+        with running(worker):
+            for job_id in jobs.add_many("work", 3, queue="other"):
+                jobs.wait(job_id)
+            assert claimed_at(observer) == []
+            held.rollback()
+            jobs.wait_all(timeout=10)
+    assert most_above(claimed_at(observer), limit) <= 1e-3
+
+
 def test_a_limit_holds_at_any_default_isolation_level(
     server: Any, database: str, engine: Engine, jobs: Jobs, observer: Observer
 ) -> None:

@@ -16,8 +16,6 @@ from itertools import takewhile
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from sqlalchemy.exc import SQLAlchemyError
-
 from enlist._driver import brief
 from enlist._loop import Loop
 from enlist._marks import Marks
@@ -73,10 +71,17 @@ class Claimer:
         self._rates = Rates(rate_limits, database)
         self._marks = Marks()
         self._any_keyed = False
+        """Whether the queues have jobs with a concurrency key: then these are looked at before each claim."""
         self._after_keys: dict[str, str] = {}
+        """By queue, the key where a look stopped: the next goes on there."""
+        self._pause = SOON_SECONDS
+        """When to go on with the keys; longer from look to look while none has a job in turn."""
         self._careful = True
+        """Whether the last claim might take careful jobs, and passed by none."""
         self._held_up = False
+        """Whether the last claim took fewer jobs with a key than it had seen."""
         self._limited = False
+        """Whether the last claim brought less for a rate's sake."""
         self._worker = worker
         self._lease = lease
         self._poll_interval = poll_interval
@@ -86,7 +91,9 @@ class Claimer:
         self._due_lock = threading.Lock()
         self._due: list[float] = []
         self._again = math.inf
+        """In how many seconds to claim again, if nothing makes it come sooner."""
         self._unanswered = False
+        """Whether a claim may have been carried out whose answer is lost."""
         self.drained = threading.Event()
         """Set when a claim found nothing while nothing was running."""
         self.all_recorded: Callable[[], bool] = lambda: True
@@ -113,12 +120,12 @@ class Claimer:
     def _step(self) -> float:
         for run in self.slots.take_back(LONGEST_WAIT_FOR_SLOT):
             self._give_back(run)
+        self._give_back_unheld()
         asked = self.slots.demands()
         demands = self._rates.open(asked)
         if not demands:
             return self._next_wait()
         nothing_ran = self.slots.idle and self.all_recorded()
-        self._give_back_unheld()
         runs = self.claim(demands)
         if refused := self.slots.place(runs, demands):
             for run in refused:
@@ -168,24 +175,34 @@ class Claimer:
         taken: list[_Taken] = []
         try:
             whole = self._marks.whole_next()
-            self._claim(taken, demands, careful=careful, whole=whole)
+            self._claim(taken, demands, careful=careful, whole=whole, all_asked=True)
             if not whole and (rest := _less(demands, taken)):
                 # What lies before the marks: a job committed late, or with an earlier due time.
                 careful = careful and not any(run.careful for _, run in taken)
-                self._claim(taken, rest, careful=careful, whole=True)
-            self._limited = self._rates.look(demand.queue for demand in _less(demands, taken))
-        except SQLAlchemyError as error:
+                self._claim(taken, rest, careful=careful, whole=True, all_asked=len(rest) == len(demands))
+            self._limited = self._rates.close([demand.queue for demand in _less(demands, taken)])
+            if self._limited:
+                self._again_in(SOON_SECONDS)
+        except Exception as error:
             if not taken:
                 raise
             # What has been claimed already must not be lost with it.
             logger.warning("no more jobs could be claimed: %s", brief(error))
+        if any(run.careful for _, run in taken):
+            self._careful = False  # others were passed by
+        self._pause = SOON_SECONDS if taken else min(self._pause * 2, self._poll_interval)
         taken.sort(key=lambda pair: _place(pair[0]))
         return [run for _, run in taken]
 
-    def _claim(self, taken: list[_Taken], demands: list[Demand], *, careful: bool, whole: bool) -> None:
-        """Claim once, what comes after the marks or of all, and add it to what is taken."""
+    def _claim(
+        self, taken: list[_Taken], demands: list[Demand], *, careful: bool, whole: bool, all_asked: bool
+    ) -> None:
+        """Claim once, what comes after the marks or of all, and add it to what is taken.
+
+        :param all_asked: whether it is for all queues that have slots free: what it takes time tells of the marks.
+        """
         self._unanswered = True
-        if whole:
+        if whole and all_asked:
             self._marks.begin_whole()
         began = time.monotonic()
         parameters = {
@@ -205,7 +222,8 @@ class Claimer:
             seen = self._look(parameters)
             plain = self._claim_plain(parameters, seen, look_first=False) or []
         taken += plain
-        self._marks.end(whole=whole, seconds=time.monotonic() - began, jobs=len(plain))
+        if all_asked:
+            self._marks.end(whole=whole, seconds=time.monotonic() - began, jobs=len(plain))
         self._marks.note((row for row, _ in plain), keyed=False)
         if seen:
             taken += self._claim_keyed(seen, plain, demands, parameters)
@@ -221,7 +239,7 @@ class Claimer:
         for row in rows:
             if row.part == "more":
                 self._after_keys[row.queue] = row.concurrency_key
-                self._again_in(SOON_SECONDS)
+                self._again_in(self._pause)
         if not self._marks.in_use:
             self._any_keyed = bool(rows)
         return sorted((row for row in rows if row.part == "job"), key=_place)
@@ -236,9 +254,9 @@ class Claimer:
             statements.claim_limited if "rate_queues" in parameters else statements.claim,
             {**parameters, **ahead(seen), "look_first": look_first},
         )
-        if rows and rows[0].id is None:
+        if any(row.id is None and row.queue is None for row in rows):
             return None
-        return self._hold(rows, asked)
+        return self._hold(self._rates.note(rows, asked), asked)
 
     def _claim_keyed(
         self, seen: list[sa.Row[Any]], plain: list[_Taken], demands: list[Demand], parameters: dict[str, Any]
@@ -277,6 +295,7 @@ class Claimer:
                 statements.claim_keyed_limited if "rate_queues" in parameters else statements.claim_keyed,
                 {**parameters, **keys(row for row in placed if row.concurrency_key in locked)},
             ).all()
+        rows = self._rates.note(rows, asked)
         self._held_up = 0 < len(rows) < len(placed)
         taken = {row.concurrency_key for row in rows}
         self._marks.hold(rows)

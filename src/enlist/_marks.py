@@ -56,7 +56,7 @@ class Marks:
     def __init__(self) -> None:
         self._marks: dict[tuple[str, bool, int], tuple[float, uuid.UUID]] = {}
         self.in_use = False
-        """Whether they count: a look at everything was dear the last time."""
+        """Whether they count: looks at everything were dear the last times."""
         self._whole_wanted = False
         self._keys: dict[tuple[str, str], None] = {}
         self._looks: deque[float] = deque(maxlen=LOOKS)

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from enlist._options import MAX_INTEGER, Duration, as_timedelta, check_integer
 from enlist.exceptions import InvalidOption
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
+
+    import sqlalchemy as sa
 
     from enlist._database import Database
     from enlist._slots import Demand
 
 __all__ = ["RateLimit", "Rates"]
+
+ROUNDING_SECONDS: Final = 1e-6
+"""What sums of fractions of a second may lack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +34,9 @@ class RateLimit:
     algorithm, ITU-T I.371.) ::
 
         Worker(engine, handlers, queues={"mail": 10}, rate_limits={"mail": RateLimit(100, per=60)})
+
+    All workers of a queue should have the same limit. After a change what was spent before counts, but for no more
+    than a burst of the new limit and a minute.
 
     :param n: how many jobs, 1 or more.
     :param per: in what time, in seconds or as a timedelta; a microsecond for each of them or more.
@@ -59,19 +68,21 @@ class Rates:
     """The rate limits of one worker. For the thread that claims."""
 
     def __init__(self, limits: Mapping[str, RateLimit], database: Database) -> None:
-        self.limits = limits
+        self._limits = limits
         self._database = database
+        self._seen: dict[str, tuple[float, float]] = {}
+        """By queue, when the last claim was sent, and in how many seconds from then its rate allowed another job."""
         self._closed_until: dict[str, float] = {}
 
     def parameters(self, queues: Iterable[str]) -> dict[str, list[Any]]:
         """What the statements are given for these queues; empty if none of them has a limit."""
-        limited = [queue for queue in queues if queue in self.limits]
+        limited = [queue for queue in queues if queue in self._limits]
         if not limited:
             return {}
         return {
             "rate_queues": limited,
-            "rate_intervals": [self.limits[queue].interval for queue in limited],
-            "rate_bursts": [self.limits[queue].burst or self.limits[queue].n for queue in limited],
+            "rate_intervals": [self._limits[queue].interval for queue in limited],
+            "rate_bursts": [self._burst(queue) for queue in limited],
         }
 
     def open(self, demands: list[Demand]) -> list[Demand]:
@@ -88,16 +99,32 @@ class Rates:
             return None
         return max(0.0, min(self._closed_until.values()) - time.monotonic())
 
-    def look(self, short: Iterable[str]) -> bool:
-        """See whether queues that brought less than they were asked for did so because of their rate."""
-        parameters = self.parameters(short)
-        if not parameters:
-            return False
-        rows = self._database.execute(self._database.statements.rate_wait, parameters)
-        now = time.monotonic()
-        waits = {row.queue: now + row.seconds for row in rows if row.seconds > 0}
-        if len(rows) < len(parameters["rate_queues"]):  # at the start, or somebody emptied the table
-            made = self._database.execute(self._database.statements.open_rates, parameters)
-            waits |= {row.queue: now for row in made}  # look at them again at once
-        self._closed_until |= waits
-        return bool(waits)
+    def note(self, rows: Sequence[sa.Row[Any]], asked: float) -> list[sa.Row[Any]]:
+        """Note what a claim, sent at ``asked``, says of the rates; return its jobs."""
+        jobs = [row for row in rows if row.id is not None]
+        taken = Counter(row.queue for row in jobs)
+        for row in rows:
+            if row.id is None and row.queue is not None:
+                owed = row.due / self._limits[row.queue].interval + taken[row.queue]
+                self._seen[row.queue] = (asked, (owed + 1 - self._burst(row.queue)) * self._limits[row.queue].interval)
+        return jobs
+
+    def close(self, short: Iterable[str]) -> bool:
+        """Close the queues that brought less than they were asked for because of their rate.
+
+        As the claim saw it: meanwhile they may be open again, and then are not known to have no more jobs.
+
+        :return: whether there are some, or some whose row the claim did not get.
+        """
+        limited = [queue for queue in short if queue in self._limits]
+        unseen = [queue for queue in limited if queue not in self._seen]
+        if unseen:  # at the start, or somebody emptied the table; or another worker claims just now
+            self._database.execute(self._database.statements.open_rates, {"rate_queues": unseen})
+        waits = {queue: self._seen[queue] for queue in limited if self._seen.get(queue, (0, 0))[1] > ROUNDING_SECONDS}
+        self._closed_until |= {queue: sent + seconds for queue, (sent, seconds) in waits.items()}
+        self._seen.clear()
+        return bool(unseen or waits)
+
+    def _burst(self, queue: str) -> int:
+        limit = self._limits[queue]
+        return limit.n if limit.burst is None else limit.burst

@@ -1,7 +1,7 @@
 """Every SQL statement of enlist, with the reason for its shape.
 
-Built once per job table and kept (building one costs more than running it), but
-those with an operator's conditions. Rules they all follow:
+Built once per job table and kept (building one costs more than running it), but those with an operator's conditions,
+and those of the application's engine, which are built each minute. Rules they all follow:
 
 - Parameters go in as arrays through ``unnest`` (jobs to insert as one JSON text): one SQL text whatever their number,
   so it is prepared once; and PostgreSQL estimates ``unnest`` of a sub-select at ten rows whatever the table's
@@ -11,7 +11,8 @@ those with an operator's conditions. Rules they all follow:
   the primary key can serve it.
 - Locks are ``FOR NO KEY UPDATE``: an open insert that references the job holds ``KEY SHARE`` on it, which would hide
   the row from ``FOR UPDATE SKIP LOCKED``.
-- Statements on several jobs lock them in the order of their ids, so that no two of them can deadlock. Inserts, and the
+- Statements on several jobs lock them in the order of their ids, so that no two of them can deadlock; those that lock
+  in another order (the claim, the reaper) pass by what is locked, as they do with keys and rates. Inserts, and the
   retries that take keys again, go in the order of the unique keys.
 - ``statement_timestamp()``, never ``now()``: late in a long transaction ``now()`` is past.
 - What statistics could mislead about is kept from the planner, or decides nothing: see :func:`_opaque`, and the
@@ -55,10 +56,10 @@ INSERT_LIMIT: Final = 1000
 """Most jobs of one INSERT."""
 
 CLAIM_LIMIT: Final = 1000
-"""Most jobs that one claim takes from a queue."""
+"""Most jobs that one claim takes of a queue's class (its jobs of one priority), or of a key."""
 
 KEYED_FRONT: Final = 200
-"""How many jobs with a concurrency key, of those whose key has a slot free, one claim looks at in a queue's line."""
+"""How many jobs with a concurrency key a claim looks at in a queue's line, at least."""
 
 KEYS_AT_ONCE: Final = 200
 """How many of a queue's concurrency keys one claim looks at by themselves."""
@@ -200,6 +201,16 @@ def _seconds(time: Any) -> Any:
     return sa.cast(sa.extract("epoch", time), sa.Double)
 
 
+def _rate_limits() -> Any:
+    """The rate limits of queues, as a worker has them."""
+    return _rows(
+        "limit",
+        queue=("rate_queues", sa.Text),
+        interval=("rate_intervals", sa.Double),
+        burst=("rate_bursts", sa.Integer),
+    )
+
+
 def _word(word: str) -> Any:
     """A word as literal SQL."""
     return sa.literal_column(f"'{word}'", sa.Text)
@@ -288,7 +299,6 @@ class Statements:
         self.claim_keyed = self._claim_keyed(limited=False)
         self.claim_keyed_limited = self._claim_keyed(limited=True)
         self.open_rates = self._open_rates()
-        self.rate_wait = self._rate_wait()
         self.start = self._start()
         self.renew = self._renew()
         self.disown = self._disown()
@@ -532,7 +542,7 @@ class Statements:
     def _claimable(self, job: Any) -> list[Any]:
         """What a claim asks of a job apart from its queue."""
         return [
-            _status("job", "queued"),
+            _status(job.name, "queued"),
             job.c.run_at <= _NOW,
             _opaque(job.c.kind == _any_of("kinds", sa.Text)),
             _opaque(sa.or_(sa.bindparam("careful", type_=sa.Boolean), sa.not_(_careful(job)))),
@@ -574,31 +584,29 @@ class Statements:
         return _rows("asked", queue=("queues", sa.Text), number=("limits", sa.Integer))
 
     def _earned(self) -> Any:
-        """What the queues with a rate limit have left to spend, the rows of their rates locked; a CTE.
+        """What the queues with a rate limit owe, the rows of their rates locked; a CTE.
 
         Parameters, aligned: ``rate_queues``, ``rate_intervals`` (seconds that a job costs) and ``rate_bursts`` (how
-        many may be owed). GCRA: ``free_at`` is when all that was spent will be earned again. The lock is held to the
-        end of the claim, so no two claims count from the same; whoever waits for it holds no job's lock.
+        many may be owed). GCRA: ``free_at`` is when all that was spent will be earned again. Where it is further away
+        than this limit lets it come it is cut: there was another limit, or the clock was set back. (By more than a
+        minute: a claim that began a moment before another and got the lock after it counts from the earlier time.)
+        The lock is held to the end of the claim, so no two count from the same; who finds it taken waits for nobody.
         """
-        rate = self.rates.alias("rate")
-        limit = _rows(
-            "limit",
-            queue=("rate_queues", sa.Text),
-            interval=("rate_intervals", sa.Double),
-            burst=("rate_bursts", sa.Integer),
-        )
-        free_at = sa.func.greatest(rate.c.free_at, _NOW).label("free_at")
+        rate, limit = self.rates.alias("rate"), _rate_limits()
+        most = _NOW + _interval(limit.c.burst * limit.c.interval)
+        is_cut = rate.c.free_at > most + _interval(sa.literal_column("60"))
+        free_at = sa.case((is_cut, most), else_=sa.func.greatest(rate.c.free_at, _NOW)).label("free_at")
         return (
-            sa.select(rate.c.queue, free_at, limit.c.interval, limit.c.burst)
+            sa.select(rate.c.queue, free_at, is_cut.label("is_cut"), limit.c.interval, limit.c.burst)
             .select_from(limit.join(rate, rate.c.queue == limit.c.queue))
             .order_by(rate.c.queue)
-            .with_for_update(key_share=True, of=rate)
+            .with_for_update(key_share=True, skip_locked=True, of=rate)
             .cte("earned")
             .prefix_with("MATERIALIZED")
         )
 
     def _allowed(self, asked: Any, earned: Any) -> Any:
-        """How many jobs of each queue may be taken; a CTE like ``asked``. Of a rate without a row, none."""
+        """How many jobs of each queue may be taken; a CTE like ``asked``. Of a rate whose row is not ours, none."""
         owed = _seconds(earned.c.free_at - _NOW) / earned.c.interval
         # A millionth of a job for what sums of fractions of a second lack.
         left = sa.cast(sa.func.floor(earned.c.burst - owed + sa.literal_column("1e-6")), sa.Integer)
@@ -612,30 +620,22 @@ class Statements:
         )
 
     def _paid(self, earned: Any, taken: Any) -> Any:
-        """The UPDATE that spends what was taken; a CTE."""
+        """The UPDATE that spends what was taken; a CTE. A debt that was cut down is written, too: or it never ends."""
         used = sa.select(taken.c.queue, sa.func.count().label("jobs")).group_by(taken.c.queue).subquery("used")
-        rate = self.rates
-        cost = _interval(used.c.jobs * earned.c.interval)
-        return (
-            sa.update(rate)
-            .where(rate.c.queue == earned.c.queue, rate.c.queue == used.c.queue)
-            .values(free_at=earned.c.free_at + cost)
-            .cte("paid")
+        jobs = sa.func.coalesce(used.c.jobs, sa.literal_column("0"))
+        spent = (
+            sa.select(earned.c.queue, (earned.c.free_at + _interval(jobs * earned.c.interval)).label("free_at"))
+            .select_from(earned.outerjoin(used, used.c.queue == earned.c.queue))
+            .where(sa.or_(earned.c.is_cut, jobs > sa.literal_column("0")))
+            .subquery("spent")
         )
+        rate = self.rates
+        return sa.update(rate).where(rate.c.queue == spent.c.queue).values(free_at=spent.c.free_at).cte("paid")
 
-    def _rate_wait(self) -> sa.Executable:
-        """Read in how many seconds a queue's rate allows a job; parameters as :meth:`_earned`; a row each."""
-        rate = self.rates
-        limit = _rows(
-            "limit",
-            queue=("rate_queues", sa.Text),
-            interval=("rate_intervals", sa.Double),
-            burst=("rate_bursts", sa.Integer),
-        )
-        wait = _seconds(rate.c.free_at - _NOW) - (limit.c.burst - sa.literal_column("1")) * limit.c.interval
-        return sa.select(rate.c.queue, sa.func.greatest(wait, sa.literal_column("0")).label("seconds")).join_from(
-            limit, rate, rate.c.queue == limit.c.queue
-        )
+    def _owed(self, earned: Any, like: Any) -> Any:
+        """Beside the jobs of a claim a row for each rate that it had: ``queue``; ``due``, the seconds owed before."""
+        told = {"queue": earned.c.queue, "due": _seconds(earned.c.free_at - _NOW)}
+        return sa.select(*(sa.cast(told.get(column.name, sa.null()), column.type) for column in like.c))
 
     def _open_rates(self) -> sa.Executable:
         """Make the rows of the rates of ``rate_queues`` that are not there; return which were not."""
@@ -766,7 +766,7 @@ class Statements:
         """
         held = _rows("held", queue=("held_queues", sa.Text), concurrency_key=("held_keys", sa.Text))
         none = sa.literal_column("0", sa.Integer)
-        again = self._first_of(held.c.queue, held, lambda key: key == held.c.concurrency_key).lateral("again")
+        again = self._first_of(held.c.queue, lambda key: key == held.c.concurrency_key, held).lateral("again")
 
         def number_of(rows: Any) -> Any:
             return sa.select(sa.func.count()).where(rows.c.queue == asked.c.queue).correlate(asked).scalar_subquery()
@@ -778,7 +778,7 @@ class Statements:
             none.label("place"),
         ).where(number_of(front) >= _enough(asked), number_of(near) < asked.c.number)
         last = first.correlate(asked).cte("keys", recursive=True, nesting=True)
-        following = self._first_of(asked.c.queue, (asked, last), lambda key: key > last.c.concurrency_key)
+        following = self._first_of(asked.c.queue, lambda key: key > last.c.concurrency_key, asked, last)
         next_key = following.lateral("following")
         place = last.c.place + sa.literal_column("1", sa.Integer)
         step = sa.select(next_key, place).select_from(last.join(next_key, sa.true()))
@@ -793,7 +793,7 @@ class Statements:
             .prefix_with("MATERIALIZED")
         )
 
-    def _first_of(self, queue: Any, owners: Any, condition: Callable[[Any], Any]) -> sa.Select[Any]:
+    def _first_of(self, queue: Any, condition: Callable[[Any], Any], *owners: Any) -> sa.Select[Any]:
         """The first key of a queue that meets a condition, with the limit and the order of a job of it."""
         job = self.table.alias("job")
         key = job.c.concurrency_key
@@ -802,7 +802,7 @@ class Statements:
             .where(_status("job", "queued"), job.c.queue == queue, condition(key))
             .order_by(key, job.c.priority.desc(), job.c.run_at, job.c.id)
             .limit(sa.literal_column("1"))
-            .correlate(*(owners if isinstance(owners, tuple) else (owners,)))
+            .correlate(*owners)
         )
 
     def _earliest(self, key: Any, *owners: Any) -> Any:
@@ -923,6 +923,7 @@ class Statements:
         that :attr:`look` has seen: they have their places, and what comes after the last place is not taken.
 
         With ``look_first`` nothing is taken where any of the queues has jobs with a key, and a row of NULLs says so.
+        Where rates are limited there are the rows of :meth:`_owed` as well, their ``id`` NULL.
         """
         asked, marks = self._asked(), self._marks()
         earned = self._earned() if limited else None
@@ -965,8 +966,10 @@ class Statements:
         c = self.table.c
         taken = self._taken(c.id == _among(chosen)).returning(*self._returned(self.table)).cte("taken")
         nothing = sa.select(*(sa.cast(sa.null(), column.type) for column in taken.c)).where(is_due)
-        answer = sa.union_all(sa.select(*taken.c), nothing)
-        return answer if earned is None else answer.add_cte(self._paid(earned, taken))
+        if earned is None:
+            return sa.union_all(sa.select(*taken.c), nothing)
+        answer = sa.union_all(sa.select(*taken.c), nothing, self._owed(earned, taken))
+        return answer.add_cte(self._paid(earned, taken))
 
     def _lock_keys(self) -> sa.Executable:
         """Take the transaction-scoped advisory locks of concurrency ``keys`` that are free; return those keys.
@@ -1082,7 +1085,8 @@ class Statements:
         if earned is None:
             return taken
         of_taken = taken.cte("taken")
-        return sa.select(*of_taken.c).add_cte(self._paid(earned, of_taken))
+        answer = sa.union_all(sa.select(*of_taken.c), self._owed(earned, of_taken))
+        return answer.add_cte(self._paid(earned, of_taken))
 
     # -- the lease ---------------------------------------------------------------------------------------------
 

@@ -261,8 +261,11 @@ def add_constraints_and_indexes(table: sa.Table) -> None:
 
 
 def rate_table_of(table: sa.Table) -> sa.Table:
-    """The table beside a job table that has a row for each of its queues with a rate limit."""
-    return sa.Table(
+    """The table beside a job table that has a row for each of its queues with a rate limit.
+
+    :raises ConfigurationError: the application has another table of that name.
+    """
+    rates = sa.Table(
         f"{table.name}_rate",
         table.metadata,
         sa.Column("queue", sa.Text, primary_key=True),
@@ -271,6 +274,11 @@ def rate_table_of(table: sa.Table) -> sa.Table:
         schema=table.schema,
         keep_existing=True,
     )
+    if rates.c.keys() != ["queue", "free_at"]:
+        raise ConfigurationError(
+            f"{rates.fullname} is the name of the table of rate limits beside {table.fullname}: give yours another name"
+        )
+    return rates
 
 
 class EnlistBase(DeclarativeBase):
