@@ -26,6 +26,7 @@ from enlist import (
     JobState,
     JobStatus,
     PayloadError,
+    Retry,
     SessionError,
     Worker,
 )
@@ -539,3 +540,49 @@ def test_a_job_class_that_has_no_table_for_itself_is_refused(how: str) -> None:
     with pytest.raises(ConfigurationError, match=r"(mapped with inheritance|has no column 'meta')"):
         define()
     Own.registry.dispose()
+
+
+class OddNames(DeclarativeBase):
+    """Of an application that calls its columns as enlist calls the parameters of its statements."""
+
+
+class OddJob(JobRecordMixin, OddNames):
+    __tablename__ = "odd_job"
+
+    worker: Mapped[str | None]
+    lease: Mapped[int | None]
+    limits: Mapped[int | None]
+    keys: Mapped[str | None]
+    ids: Mapped[int | None]
+    tokens: Mapped[str | None]
+    delay: Mapped[float | None]
+    statuses: Mapped[str | None]
+
+
+def test_columns_may_be_called_as_parameters_of_statements_are(empty_database_url: sa.URL) -> None:
+    engine = sa.create_engine(empty_database_url)
+    repo = JobRepository(record=OddJob)
+    handlers = HandlerRegistry()
+
+    @handlers.handler("work")
+    def work(session: Session, job: Job[Any]) -> None:
+        if job.attempt == 1:
+            raise Retry(0)
+
+    try:
+        OddNames.metadata.create_all(engine)
+        with Session(engine) as session, session.begin():
+            plain = repo.enqueue(session, "work", {}, values={"worker": "Ada", "delay": 1.5})
+            repo.enqueue(session, "work", {}, concurrency_key="k", values={"keys": "brass"})
+            late = repo.enqueue(session, "work", {}, delay=3600)
+        with Session(engine) as session, session.begin():
+            assert repo.reschedule(session, late.id, delay=0)
+        Worker(engine, handlers, record=OddJob).drain(timeout=10)
+        with Session(engine) as session, session.begin():
+            assert {job.status for job in session.scalars(sa.select(OddJob))} == {JobStatus.DONE}
+            assert repo.retry(session, plain.id)
+            assert repo.cancel(session, plain.id)
+            job = session.get_one(OddJob, plain.id)
+            assert (job.worker, job.delay, job.ids) == ("Ada", 1.5, None)
+    finally:
+        engine.dispose()

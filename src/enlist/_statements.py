@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import sqlalchemy as sa
 from sqlalchemy.dialects.postgresql import ARRAY, INTERVAL, JSONB, JSONPATH, insert
 
-from enlist.models import rate_table_of
+from enlist.models import JobRecordMixin, rate_table_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -280,6 +280,9 @@ class Statements:
 
     def __init__(self, table: sa.Table) -> None:
         self.table = table
+        # Without the application's columns: SQLAlchemy would set one that is named as a parameter of an UPDATE.
+        columns = [sa.Column(name, table.c[name].type) for name in JobRecordMixin.__annotations__]
+        self.own = sa.Table(table.name, sa.MetaData(), *columns, schema=table.schema)
         self.rates = rate_table_of(table)
         self.channel = channel_of(table)
         self.insert = self._unless_held(self._insert())
@@ -462,14 +465,14 @@ class Statements:
         With ``started`` from a job that is running or done, else only where ``unique_for`` is over. Looked at again
         under the row's lock: meanwhile it may be queued for a retry. Waits for a worker that ends the job just now.
         """
-        c = self.table.c
-        job = self.table.alias("job")
+        c = self.own.c
+        job = self.own.alias("job")
         wanted = _rows("wanted", kind=("kinds", sa.Text), key=("keys", sa.Text), started=("started", sa.Boolean))
         held = sa.and_(job.c.kind == wanted.c.kind, job.c.unique_key == wanted.c.key, job.c.unique_held)
         holding = sa.select(job.c.id).where(held).limit(sa.literal_column("1")).correlate(wanted).lateral("holding")
         found = sa.select(holding.c.id, wanted.c.started).select_from(wanted.join(holding, sa.true())).subquery("found")
         started = sa.select(found.c.id).where(found.c.started)
-        locked = self.table.alias("locked")
+        locked = self.own.alias("locked")
         begun = sa.or_(*(locked.c.status == sa.literal_column(f"'{status}'") for status in ("running", "done")))
         holders = (
             sa.select(locked.c.id)
@@ -483,7 +486,7 @@ class Statements:
             .cte("holders")
             .prefix_with("MATERIALIZED")
         )
-        return sa.update(self.table).where(c.id == _among(sa.select(holders.c.id))).values(unique_held=False)
+        return sa.update(self.own).where(c.id == _among(sa.select(holders.c.id))).values(unique_held=False)
 
     def at_odds(self, generation: int) -> sa.Executable:
         """Find a live job that does not agree with those to come of its concurrency key on whether they are ordered.
@@ -496,7 +499,7 @@ class Statements:
         It runs on the application's engine: ``generation`` is as in :meth:`finish`. (A plan of an empty table took
         15 ms a key when there were 30,000 jobs.)
         """
-        job = self.table.alias("job")
+        job = self.own.alias("job")
         wanted = _rows("wanted", queue=("queues", sa.Text), key=("keys", sa.Text), ordered=("ordered", sa.Boolean))
         one: Any = sa.literal_column("1")
         key = job.c.concurrency_key
@@ -531,7 +534,7 @@ class Statements:
 
     def _held_after(self, *released_at: str) -> Any:
         """Whether a job goes on holding its unique key, when keys that are held until then are released."""
-        c = self.table.c
+        c = self.own.c
         until = sa.func.coalesce(c.unique_until, sa.literal_column("''"))
         stays = [until != sa.literal_column(f"'{name}'") for name in released_at]
         to_hold = sa.func.coalesce(c.unique_hold_until > _NOW, sa.false())
@@ -563,9 +566,9 @@ class Statements:
         A careful job stays without ``started_at`` until just before its handler: should the process die earlier,
         the reaper gives the attempt back.
         """
-        c = self.table.c
+        c = self.own.c
         return (
-            sa.update(self.table)
+            sa.update(self.own)
             .where(condition)
             .values(
                 status="running",
@@ -573,7 +576,7 @@ class Statements:
                 lease_token=c.lease_token + 1,
                 locked_by=sa.bindparam("worker", type_=sa.Text),
                 locked_until=_NOW + _length("lease"),
-                started_at=sa.case((_careful(self.table), sa.null()), else_=_NOW),
+                started_at=sa.case((_careful(self.own), sa.null()), else_=_NOW),
                 unique_held=self._held_after("started"),
                 **extra,
             )
@@ -678,7 +681,7 @@ class Statements:
             .correlate(asked, above)
             .lateral("known")
         )
-        job = self.table.alias("job")
+        job = self.own.alias("job")
         between = (
             sa.select(job.c.priority)
             .where(
@@ -708,7 +711,7 @@ class Statements:
         their own, so that those that wait for their key's slot never stand before those without one.
         """
         classes = self._classes(asked, marks, keyed=keyed)
-        job = self.table.alias("job")
+        job = self.own.alias("job")
         mark = marks.alias()
 
         def marked(column: Any, start: str) -> Any:
@@ -735,7 +738,7 @@ class Statements:
 
     def _counts(self) -> Any:
         """How many jobs of each concurrency key run, as one JSON object: found once, looked into for each job."""
-        holder = self.table.alias("holder")
+        holder = self.own.alias("holder")
         held = (
             sa.select(holder.c.concurrency_key, sa.func.count().label("jobs"))
             .where(*_has_slot(holder))
@@ -795,7 +798,7 @@ class Statements:
 
     def _first_of(self, queue: Any, condition: Callable[[Any], Any], *owners: Any) -> sa.Select[Any]:
         """The first key of a queue that meets a condition, with the limit and the order of a job of it."""
-        job = self.table.alias("job")
+        job = self.own.alias("job")
         key = job.c.concurrency_key
         return (
             sa.select(key, job.c.concurrency_limit, job.c.ordered)
@@ -807,7 +810,7 @@ class Statements:
 
     def _earliest(self, key: Any, *owners: Any) -> Any:
         """The id of the earliest live job of an ordered key, whenever it is due: the others wait for its end."""
-        head = self.table.alias("head")
+        head = self.own.alias("head")
         return (
             sa.select(head.c.id)
             .where(head.c.concurrency_key == key, head.c.ordered, _has_status(head.c, "queued", "running"))
@@ -831,7 +834,7 @@ class Statements:
     def _far(self, keys: Any, counts: Any) -> Any:
         """The first jobs of each key, as many as it has slots free; ids."""
         free = keys.c.concurrency_limit - _running_of(counts, keys.c.concurrency_key)
-        head = self.table.alias("job")
+        head = self.own.alias("job")
         first = (
             sa.select(head.c.id)
             .where(
@@ -853,7 +856,7 @@ class Statements:
         ).subquery("ids")
 
     def _in_turn(self, ids: Any) -> sa.Select[Any]:
-        job = self.table.alias("job")
+        job = self.own.alias("job")
         return sa.select(*_line_of(job), *_key_of(job)).where(
             job.c.id == _among(sa.select(ids.c.id)), *self._claimable(job)
         )
@@ -903,7 +906,7 @@ class Statements:
         In the index's order: EXISTS may be a scan of the table, since it expects to find one soon.
         """
         queue = _rows("named", queue=("queues", sa.Text))
-        job = self.table.alias("job")
+        job = self.own.alias("job")
         highest = (
             sa.select(job.c.priority)
             .where(_status("job", "queued"), _in_line(job, True), job.c.queue == queue.c.queue)
@@ -963,8 +966,8 @@ class Statements:
                 sa.or_(sa.not_(placed.c.careful), placed.c.careful_place == sa.literal_column("1")),
             )
         )
-        c = self.table.c
-        taken = self._taken(c.id == _among(chosen)).returning(*self._returned(self.table)).cte("taken")
+        c = self.own.c
+        taken = self._taken(c.id == _among(chosen)).returning(*self._returned(self.own)).cte("taken")
         nothing = sa.select(*(sa.cast(sa.null(), column.type) for column in taken.c)).where(is_due)
         if earned is None:
             return sa.union_all(sa.select(*taken.c), nothing)
@@ -1002,8 +1005,8 @@ class Statements:
         asked = self._asked()
         earned = self._earned() if limited else None
         allowed = asked if earned is None else self._allowed(asked, earned)
-        job = self.table.alias("job")
-        holder = self.table.alias("holder")
+        job = self.own.alias("job")
+        holder = self.own.alias("holder")
         running = (
             sa.select(sa.func.count().label("jobs"))
             .select_from(holder)
@@ -1077,10 +1080,10 @@ class Statements:
             .cte("picked")
             .prefix_with("MATERIALIZED")
         )
-        c = self.table.c
-        own = sa.select(picked.c.slot).where(picked.c.id == c.id).correlate(self.table).scalar_subquery()
+        c = self.own.c
+        own = sa.select(picked.c.slot).where(picked.c.id == c.id).correlate(self.own).scalar_subquery()
         taken = self._taken(c.id == _among(sa.select(picked.c.id)), concurrency_slot=own).returning(
-            *self._returned(self.table)
+            *self._returned(self.own)
         )
         if earned is None:
             return taken
@@ -1096,7 +1099,7 @@ class Statements:
     def _lock(self, rows: Any, *, skip_locked: bool = False) -> Any:
         """Lock the running jobs named by ``rows`` (id, token, ...) that are still ours, in id order; a CTE."""
         ordered = sa.select(rows).order_by(rows.c.id).subquery("ordered")
-        job = self.table.alias("job")
+        job = self.own.alias("job")
         probe = (
             sa.select(job.c.id)
             .where(job.c.id == ordered.c.id, job.c.lease_token == ordered.c.token, self._is_running(job.c))
@@ -1111,9 +1114,9 @@ class Statements:
 
     def _start(self) -> sa.Executable:
         """Write that a careful job's handler starts now: ``id``, ``token``; returns the id while it is ours."""
-        c = self.table.c
+        c = self.own.c
         return (
-            sa.update(self.table)
+            sa.update(self.own)
             .where(
                 c.id == sa.bindparam("job_id", type_=sa.Uuid),
                 c.lease_token == sa.bindparam("token", type_=sa.BigInteger),
@@ -1129,10 +1132,10 @@ class Statements:
         A row that somebody has locked is left as it is, and is ours while its token is: it is our own finish, or a
         reaper about to change the token, which the fence will notice.
         """
-        c = self.table.c
+        c = self.own.c
         mine = self._lock(self._held(), skip_locked=True)
         renewed = (
-            sa.update(self.table)
+            sa.update(self.own)
             .where(c.id == _among(sa.select(mine.c.id)))
             .values(locked_until=_NOW + _length("lease"))
             .cte("renewed")
@@ -1141,7 +1144,7 @@ class Statements:
 
     def _states(self) -> sa.Executable:
         """Read what jobs are: ``ids``; rows (id, lease_token, status). Without a lock: it waits for nobody."""
-        c = self.table.c
+        c = self.own.c
         return sa.select(c.id, c.lease_token, c.status).where(c.id == _any_of("ids", sa.Uuid))
 
     def _disown(self) -> sa.Executable:
@@ -1150,8 +1153,8 @@ class Statements:
         After a claim whose answer was lost. They never started, so their attempts are returned. The scan is of all
         running jobs; it is rare.
         """
-        c = self.table.c
-        job = self.table.alias("job")
+        c = self.own.c
+        job = self.own.alias("job")
         unheld = (
             sa.select(job.c.id)
             .where(
@@ -1165,7 +1168,7 @@ class Statements:
             .prefix_with("MATERIALIZED")
         )
         return (
-            sa.update(self.table)
+            sa.update(self.own)
             .where(c.id == _among(sa.select(unheld.c.id)))
             .values(
                 status="queued",
@@ -1184,9 +1187,9 @@ class Statements:
 
         A row that somebody has locked is passed by, not waited for: the others would wait as well.
         """
-        c = self.table.c
+        c = self.own.c
         mine = self._lock(self._held(), skip_locked=True)
-        return sa.update(self.table).where(c.id == _among(sa.select(mine.c.id))).values(self._done()).returning(c.id)
+        return sa.update(self.own).where(c.id == _among(sa.select(mine.c.id))).values(self._done()).returning(c.id)
 
     def _done(self) -> dict[str, Any]:
         # The token stays: a worker whose COMMIT went unanswered knows its own work by it.
@@ -1205,9 +1208,9 @@ class Statements:
         was analyzed and empty is a sequential scan, and inserting does not invalidate it: so the text carries a
         number that changes every minute, and with it the plan.
         """
-        c = self.table.c
+        c = self.own.c
         return (
-            sa.update(self.table)
+            sa.update(self.own)
             .prefix_with(f"/* g{generation} */")
             .where(
                 c.id == sa.bindparam("job_id", type_=sa.Uuid),
@@ -1220,7 +1223,7 @@ class Statements:
     def _latest_errors(self) -> Any:
         """The errors stored so far, less the oldest where there is no room for one more."""
         latest = sa.cast(sa.literal_column(f"'$[last - {ERRORS_KEPT - 2} to last]'"), JSONPATH)
-        return sa.func.jsonb_path_query_array(self.table.c.errors, latest)
+        return sa.func.jsonb_path_query_array(self.own.c.errors, latest)
 
     def _settle(self) -> sa.Executable:
         """Write how an attempt ended other than well: arrays, aligned, see the columns below.
@@ -1240,10 +1243,10 @@ class Statements:
             entry=("entries", sa.Text),
         )
         mine = self._lock(settled, skip_locked=True)
-        c = self.table.c
+        c = self.own.c
         queued = mine.c.status == sa.literal_column("'queued'")
         return (
-            sa.update(self.table)
+            sa.update(self.own)
             .where(
                 c.id == _among(sa.select(mine.c.id)),
                 c.id == mine.c.id,
@@ -1275,8 +1278,8 @@ class Statements:
         again in between is not touched, and two reapers never take the same one. A job whose handler never
         started gets its attempt back; another counts one worker lost, and is dead when that was its last attempt.
         """
-        c = self.table.c
-        job = self.table.alias("job")
+        c = self.own.c
+        job = self.own.alias("job")
         expired = (
             sa.select(job.c.id, job.c.locked_by)
             .where(
@@ -1307,9 +1310,9 @@ class Statements:
                 error,
             )
         )
-        was = sa.select(expired.c.locked_by).where(expired.c.id == c.id).correlate(self.table).scalar_subquery()
+        was = sa.select(expired.c.locked_by).where(expired.c.id == c.id).correlate(self.own).scalar_subquery()
         return (
-            sa.update(self.table)
+            sa.update(self.own)
             .where(c.id == _among(sa.select(expired.c.id)))
             .values(
                 status=sa.case((dead, sa.literal_column("'dead'")), else_=sa.literal_column("'queued'")),
@@ -1340,7 +1343,7 @@ class Statements:
         generation see :meth:`finish`.
         """
         limit = sa.bindparam("idle_limit", type_=sa.Text)
-        c = self.table.c
+        c = self.own.c
         return (
             sa.select(c.id, sa.func.set_config("idle_in_transaction_session_timeout", limit, sa.true()))
             .prefix_with(f"/* g{generation} */")
@@ -1357,7 +1360,7 @@ class Statements:
 
         With a lock: while the COMMIT is still under way a plain read would see the old row.
         """
-        c = self.table.c
+        c = self.own.c
         return (
             sa.select(c.status, c.lease_token)
             .where(c.id == sa.bindparam("job_id", type_=sa.Uuid))
@@ -1374,7 +1377,7 @@ class Statements:
 
     def _front(self) -> sa.Executable:
         """Read which queues have due jobs, in the order of their first ones: ``kinds``, ``queues`` or NULL."""
-        job = self.table.alias("job")
+        job = self.own.alias("job")
         order = (job.c.priority.desc(), job.c.run_at, job.c.id)
         place = sa.func.row_number().over(partition_by=job.c.queue, order_by=order).label("place")
         due = (
@@ -1390,9 +1393,9 @@ class Statements:
 
         One moment at a time, so that jobs run in the order in which time would have brought them.
         """
-        c = self.table.c
-        job = self.table.alias("job")
-        later = self.table.alias("later")
+        c = self.own.c
+        job = self.own.alias("job")
+        later = self.own.alias("later")
         moment = (
             sa.select(sa.func.min(later.c.run_at)).where(*self._wanted(later), later.c.run_at > _NOW).scalar_subquery()
         )
@@ -1404,7 +1407,7 @@ class Statements:
             .cte("coming")
             .prefix_with("MATERIALIZED")
         )
-        due = sa.update(self.table).where(c.id == _among(sa.select(coming.c.id))).values(run_at=_NOW)
+        due = sa.update(self.own).where(c.id == _among(sa.select(coming.c.id))).values(run_at=_NOW)
         return due.returning(c.id)
 
     # -- what the system looks like ----------------------------------------------------------------------------
@@ -1436,7 +1439,7 @@ class Statements:
 
     def _found(self) -> Any:
         """Lock the jobs of ``ids`` in the order of their ids; a CTE. It waits for whoever works on one."""
-        job = self.table.alias("job")
+        job = self.own.alias("job")
         columns = [job.c[name] for name in ("id", "status", "run_at", "kind", "unique_key", "unique_held")]
         return (
             sa.select(*columns)
@@ -1466,13 +1469,13 @@ class Statements:
         Rows (id, verdict, status, woken): of the others the status; of those that are due now the queue, whose
         workers are to be woken. One statement: between the look and the change nobody can come.
         """
-        c = self.table.c
+        c = self.own.c
         is_changed = judged.c.verdict == _word("changed")
         is_due = sa.and_(_has_status(c, "queued"), c.run_at <= _NOW)
         ids = sa.select(judged.c.id).where(is_changed)
         in_order = ids.order_by(judged.c.kind, judged.c.unique_key).subquery("in_order")
         changed = (
-            sa.update(self.table)
+            sa.update(self.own)
             .where(c.id == (in_order.c.id if by_key else _among(ids)))
             .values(values)
             .returning(c.id, sa.case((is_due, c.queue)).label("woken"))
@@ -1492,7 +1495,7 @@ class Statements:
 
         values = {
             "status": "cancelled",
-            "lease_token": self.table.c.lease_token + 1,
+            "lease_token": self.own.c.lease_token + 1,
             "unique_held": False,
             "concurrency_slot": None,
             "locked_by": None,
@@ -1516,7 +1519,7 @@ class Statements:
         def takes_key(c: Any) -> Any:
             return sa.and_(_has_status(c, *FINISHED), c.unique_key.is_not(None), sa.not_(c.unique_held))
 
-        holder = self.table.alias("holder")
+        holder = self.own.alias("holder")
 
         def held(c: Any) -> Any:
             found = sa.select(sa.case((self._lapsed(holder.c), _word("lapsed")), else_=_word("superseded")))
@@ -1525,7 +1528,7 @@ class Statements:
 
         found = self._found()
         # As the statement saw it before it waited for the row: a job that ran then and is done now is not to run twice.
-        seen = self.table.alias("seen")
+        seen = self.own.alias("seen")
         ran = sa.select(seen.c.status).where(seen.c.id == found.c.id).scalar_subquery() == _word("running")
         key = (found.c.kind, found.c.unique_key, takes_key(found.c))
         place = sa.func.row_number().over(partition_by=key, order_by=found.c.id)
@@ -1535,7 +1538,7 @@ class Statements:
             (place > sa.literal_column("1"), _word("superseded")),
             else_=sa.func.coalesce(held(found.c), _word("changed")),
         )
-        c = self.table.c
+        c = self.own.c
         values = {
             "status": "queued",
             "attempt": sa.case((_has_status(c, *FINISHED), sa.literal_column("0")), else_=c.attempt),
@@ -1549,20 +1552,22 @@ class Statements:
             "started_at": None,
             "finished_at": None,
         }
-        free = sa.or_(sa.not_(takes_key(c)), sa.func.coalesce(held(c), _word("lapsed")) == _word("lapsed"))
-        return Command(self._command(self._judged(found, verdict), values, by_key=True), fits(c), free)
+        picked = self.table.c
+        is_free = sa.func.coalesce(held(picked), _word("lapsed")) == _word("lapsed")
+        free = sa.or_(sa.not_(takes_key(picked)), is_free)
+        return Command(self._command(self._judged(found, verdict), values, by_key=True), fits(picked), free)
 
     def _release_lapsed(self) -> sa.Executable:
         """Take the unique keys of ``ids`` from the jobs that hold them for ``unique_for`` alone, if that is over."""
-        c = self.table.c
-        job = self.table.alias("job")
-        holder = self.table.alias("holder")
+        c = self.own.c
+        job = self.own.alias("job")
+        holder = self.own.alias("holder")
         same = sa.and_(holder.c.kind == job.c.kind, holder.c.unique_key == job.c.unique_key, holder.c.unique_held)
         holding = sa.select(holder.c.id).where(same).limit(sa.literal_column("1")).correlate(job).lateral("holding")
         found = (
             sa.select(holding.c.id).select_from(job.join(holding, sa.true())).where(job.c.id == _any_of("ids", sa.Uuid))
         )
-        locked = self.table.alias("locked")
+        locked = self.own.alias("locked")
         holders = (
             sa.select(locked.c.id)
             .where(
@@ -1575,7 +1580,7 @@ class Statements:
             .cte("holders")
             .prefix_with("MATERIALIZED")
         )
-        return sa.update(self.table).where(c.id == _among(sa.select(holders.c.id))).values(unique_held=False)
+        return sa.update(self.own).where(c.id == _among(sa.select(holders.c.id))).values(unique_held=False)
 
     def _reschedule(self) -> Command:
         """Set when queued jobs are due: ``run_at``, or where that is None ``delay`` from now."""
