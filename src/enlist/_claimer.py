@@ -40,6 +40,9 @@ __all__ = ["Claimer"]
 SOON_SECONDS: Final = 0.005
 """When to look again at keys that somebody had locked, or go on to others."""
 
+LOOKS_IN_VAIN: Final = 10
+"""So many looks at keys in a row, none with a job in turn, are made without a pause to speak of."""
+
 logger = logging.getLogger("enlist.worker")
 
 _Taken: TypeAlias = "tuple[sa.Row[Any], Run]"
@@ -74,8 +77,8 @@ class Claimer:
         """Whether the queues have jobs with a concurrency key: then these are looked at before each claim."""
         self._after_keys: dict[str, str] = {}
         """By queue, the key where a look stopped: the next goes on there."""
-        self._pause = SOON_SECONDS
-        """When to go on with the keys; longer from look to look while none has a job in turn."""
+        self._in_vain = 0
+        """How many claims in a row have brought nothing."""
         self._careful = True
         """Whether the last claim might take careful jobs, and passed by none."""
         self._held_up = False
@@ -190,7 +193,7 @@ class Claimer:
             logger.warning("no more jobs could be claimed: %s", brief(error))
         if any(run.careful for _, run in taken):
             self._careful = False  # others were passed by
-        self._pause = SOON_SECONDS if taken else min(self._pause * 2, self._poll_interval)
+        self._in_vain = 0 if taken else self._in_vain + 1
         taken.sort(key=lambda pair: _place(pair[0]))
         return [run for _, run in taken]
 
@@ -233,13 +236,16 @@ class Claimer:
         """See which jobs with a concurrency key are next, in the order of their places."""
         queues = parameters["queues"]
         after = {"after_keys": [self._after_keys.get(queue) for queue in queues]}
+        began = time.monotonic()
         rows = self._database.execute(self._database.statements.look, {**parameters, **after})
+        seconds = time.monotonic() - began
         for queue in queues:
             self._after_keys.pop(queue, None)
         for row in rows:
             if row.part == "more":
                 self._after_keys[row.queue] = row.concurrency_key
-                self._again_in(self._pause)
+                # On with the keys. If that goes on and on, in a fifth of the time: most have nothing due, it seems.
+                self._again_in(SOON_SECONDS if self._in_vain < LOOKS_IN_VAIN else 4 * seconds)
         if not self._marks.in_use:
             self._any_keyed = bool(rows)
         return sorted((row for row in rows if row.part == "job"), key=_place)

@@ -186,12 +186,6 @@ def _key_of(job: Any) -> list[Any]:
     return [job.c.concurrency_key, job.c.concurrency_limit, job.c.ordered]
 
 
-def _running_of(counts: Any, key: Any) -> Any:
-    """How many jobs of a concurrency key run, see :meth:`Statements._counts`."""
-    jobs = sa.select(counts.c.jobs).scalar_subquery()
-    return sa.func.coalesce(sa.cast(jobs.op("->>")(key), sa.Integer), sa.literal_column("0"))
-
-
 def _time(seconds: Any) -> Any:
     return sa.func.to_timestamp(seconds, type_=sa.DateTime(timezone=True))
 
@@ -726,7 +720,7 @@ class Statements:
             columns += _key_of(job)
         due = (
             sa.select(*columns)
-            .where(*where, sa.tuple_(job.c.run_at, job.c.id) > since, *self._claimable(job))
+            .where(*where, sa.tuple_(job.c.run_at, job.c.id) >= since, *self._claimable(job))
             .order_by(job.c.run_at, job.c.id)
             .limit(number)
             .correlate(asked, classes)
@@ -735,18 +729,6 @@ class Statements:
             due = due.with_for_update(key_share=True, skip_locked=True)
         line = sa.select(due.subquery("due")).limit(sa.literal_column(str(CLAIM_LIMIT))).lateral("line")
         return sa.select(line).select_from(classes.join(line, sa.true())).limit(number).correlate(asked)
-
-    def _counts(self) -> Any:
-        """How many jobs of each concurrency key run, as one JSON object: found once, looked into for each job."""
-        holder = self.own.alias("holder")
-        held = (
-            sa.select(holder.c.concurrency_key, sa.func.count().label("jobs"))
-            .where(*_has_slot(holder))
-            .group_by(holder.c.concurrency_key)
-            .subquery("held")
-        )
-        jobs = sa.func.jsonb_object_agg(held.c.concurrency_key, held.c.jobs).label("jobs")
-        return sa.select(jobs).cte("counts").prefix_with("MATERIALIZED")
 
     def _front_line(self, asked: Any, marks: Any) -> Any:
         """The first due jobs in each queue's line of jobs with a concurrency key, with or without a slot free; a CTE.
@@ -820,9 +802,26 @@ class Statements:
             .scalar_subquery()
         )
 
-    def _near(self, front: Any, counts: Any) -> Any:
+    def _running(self, key: Any, owner: Any) -> Any:
+        """How many jobs of a concurrency key run."""
+        holder = self.own.alias("holder")
+        of_key = (*_has_slot(holder), holder.c.concurrency_key == key)
+        return sa.select(sa.func.count()).select_from(holder).where(*of_key).correlate(owner).scalar_subquery()
+
+    def _counts(self, front: Any) -> Any:
+        """How many jobs of each key of a front run, as one JSON object: counted once a key, looked into for each job.
+
+        Not of all keys at once: of those that have ended entries stay in the index while an old transaction is open.
+        """
+        keys = sa.select(front.c.concurrency_key).distinct().subquery("keys_of_front")
+        jobs = sa.func.jsonb_object_agg(keys.c.concurrency_key, self._running(keys.c.concurrency_key, keys))
+        return sa.select(jobs.label("jobs")).select_from(keys).cte("counts").prefix_with("MATERIALIZED")
+
+    def _near(self, front: Any) -> Any:
         """Of a front those whose turn it is, as far as can be seen without a lock on the key; ids."""
-        room = front.c.concurrency_limit - _running_of(counts, front.c.concurrency_key)
+        counts = self._counts(front)
+        running = sa.select(counts.c.jobs).scalar_subquery().op("->>")(front.c.concurrency_key)
+        room = front.c.concurrency_limit - sa.cast(running, sa.Integer)
         # Of a key that is looked at by itself there may be others before this front.
         others = front.c.concurrency_key != sa.all_(sa.cast(_array("held_keys", sa.Text), ARRAY(sa.Text)))
         first = sa.select(front.c.id).where(sa.not_(front.c.ordered), front.c.place <= room, others)
@@ -831,9 +830,9 @@ class Statements:
         head = self._earliest(ordered.c.concurrency_key, ordered).label("id")
         return sa.union_all(first, sa.select(head).select_from(ordered)).subquery("ids")
 
-    def _far(self, keys: Any, counts: Any) -> Any:
+    def _far(self, keys: Any) -> Any:
         """The first jobs of each key, as many as it has slots free; ids."""
-        free = keys.c.concurrency_limit - _running_of(counts, keys.c.concurrency_key)
+        free = keys.c.concurrency_limit - self._running(keys.c.concurrency_key, keys)
         head = self.own.alias("job")
         first = (
             sa.select(head.c.id)
@@ -872,11 +871,11 @@ class Statements:
         which a look that has marks does not ask.
         """
         asked = _rows("asked", queue=("queues", sa.Text), number=("limits", sa.Integer), after=("after_keys", sa.Text))
-        marks, counts = self._marks(), self._counts()
+        marks = self._marks()
         front = self._front_line(asked, marks)
-        near = self._in_turn(self._near(front, counts)).cte("near").prefix_with("MATERIALIZED")
+        near = self._in_turn(self._near(front)).cte("near").prefix_with("MATERIALIZED")
         keys = self._keys(asked, front, near)
-        turn = sa.union(sa.select(near), self._in_turn(self._far(keys, counts))).subquery("turn")
+        turn = sa.union(sa.select(near), self._in_turn(self._far(keys))).subquery("turn")
         order = (turn.c.priority.desc(), turn.c.run_at, turn.c.id)
         place = sa.func.row_number().over(partition_by=turn.c.queue, order_by=order).label("place")
         placed = sa.select(turn, place).subquery("placed")
