@@ -40,6 +40,9 @@ __all__ = ["Claimer"]
 SOON_SECONDS: Final = 0.005
 """When to look again at keys that somebody had locked, or go on to others."""
 
+MISSED_SECONDS: Final = 0.1
+"""How long a job that could not be taken is passed by at first; twice as long each time, up to a poll interval."""
+
 LOOKS_IN_VAIN: Final = 10
 """So many looks at keys in a row, none with a job in turn, are made without a pause to speak of."""
 
@@ -81,8 +84,10 @@ class Claimer:
         """How many claims in a row have brought nothing."""
         self._careful = True
         """Whether the last claim might take careful jobs, and passed by none."""
-        self._held_up = False
-        """Whether the last claim took fewer jobs with a key than it had seen."""
+        self._missed: dict[uuid.UUID, tuple[float, float]] = {}
+        """Jobs with a key that were seen and could not be taken: until when they are passed by, and for how long."""
+        self._left: set[str] = set()
+        """Queues in which the last claim has seen jobs with a key that there was no free slot for."""
         self._limited = False
         """Whether the last claim brought less for a rate's sake."""
         self._worker = worker
@@ -129,16 +134,17 @@ class Claimer:
         if not demands:
             return self._next_wait()
         nothing_ran = self.slots.idle and self.all_recorded()
+        self._left.clear()
         runs = self.claim(demands)
         if refused := self.slots.place(runs, demands):
             for run in refused:
                 self._give_back(run)
             return self._poll_interval  # not at once: it would be the same
+        self.slots.leave(self._left)
         if runs:
-            # Short of what was asked: the rest of the line may be held up by a careful job, or by a key just taken.
+            # Short of what was asked: the rest of the line may be held up by a careful job.
             full = len(runs) >= sum(demand.number for demand in demands)
-            held_up, self._held_up = self._held_up or any(run.careful for run in runs), False
-            return 0.0 if full or held_up else self._next_wait()
+            return 0.0 if full or any(run.careful for run in runs) else self._next_wait()
         if nothing_ran and self._again == math.inf and not self._limited and len(demands) == len(asked):
             self.drained.set()
         return self._next_wait()
@@ -234,10 +240,14 @@ class Claimer:
 
     def _look(self, parameters: dict[str, Any]) -> list[sa.Row[Any]]:
         """See which jobs with a concurrency key are next, in the order of their places."""
-        queues = parameters["queues"]
-        after = {"after_keys": [self._after_keys.get(queue) for queue in queues]}
         began = time.monotonic()
-        rows = self._database.execute(self._database.statements.look, {**parameters, **after})
+        queues = parameters["queues"]
+        passed_by = {job for job, (until, _) in self._missed.items() if until > began}
+        look = {
+            "limits": [limit + len(passed_by) for limit in parameters["limits"]],
+            "after_keys": [self._after_keys.get(queue) for queue in queues],
+        }
+        rows = self._database.execute(self._database.statements.look, {**parameters, **look})
         seconds = time.monotonic() - began
         for queue in queues:
             self._after_keys.pop(queue, None)
@@ -248,7 +258,22 @@ class Claimer:
                 self._again_in(SOON_SECONDS if self._in_vain < LOOKS_IN_VAIN else 4 * seconds)
         if not self._marks.in_use:
             self._any_keyed = bool(rows)
-        return sorted((row for row in rows if row.part == "job"), key=_place)
+        return sorted((row for row in rows if row.part == "job" and row.id not in passed_by), key=_place)
+
+    def _miss(self, jobs: list[sa.Row[Any]]) -> None:
+        """Pass jobs by for a while: another worker has just taken them, or somebody has locked them or their key.
+
+        They must neither keep their places from others nor make a hot loop.
+        """
+        now = time.monotonic()
+        known = {job: (until, pause) for job, (until, pause) in self._missed.items() if until + pause > now}
+        for row in jobs:
+            _, pause = known.get(row.id, (0.0, MISSED_SECONDS / 2))
+            pause = min(pause * 2, self._poll_interval)
+            known[row.id] = (now + pause, pause)
+        if jobs:
+            self._again_in(SOON_SECONDS)  # at what stands behind them
+        self._missed = known
 
     def _claim_plain(
         self, parameters: dict[str, Any], seen: list[sa.Row[Any]], *, look_first: bool
@@ -274,6 +299,8 @@ class Claimer:
         for row in sorted([*seen, *(row for row, _ in plain)], key=_place):
             places[row.queue] += 1
             if places[row.queue] > limits[row.queue]:
+                if row.concurrency_key is not None:
+                    self._left.add(row.queue)
                 continue
             if row.concurrency_key is None:
                 limits[row.queue] -= 1
@@ -293,17 +320,16 @@ class Claimer:
         with self._database.transaction() as connection:
             wanted = list({row.concurrency_key for row in placed})
             locked = set(connection.execute(statements.lock_keys, {"keys": wanted}).scalars())
-            if len(locked) < len(wanted):  # another worker was at the same key in that moment
-                self._again_in(SOON_SECONDS)
             if not locked:
+                self._miss(placed)
                 return []
             rows: Sequence[sa.Row[Any]] = connection.execute(
                 statements.claim_keyed_limited if "rate_queues" in parameters else statements.claim_keyed,
                 {**parameters, **keys(row for row in placed if row.concurrency_key in locked)},
             ).all()
         rows = self._rates.note(rows, asked)
-        self._held_up = 0 < len(rows) < len(placed)
         taken = {row.concurrency_key for row in rows}
+        self._miss([row for row in placed if row.concurrency_key not in taken])
         self._marks.hold(rows)
         self._marks.note(takewhile(lambda row: row.concurrency_key in taken, placed), keyed=True)
         return self._hold(rows, asked)

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = ["RateLimit", "Rates"]
 
+LONGEST_SECONDS: Final = 10.0
+"""After which a queue is claimed from again, whatever its rate was."""
+
 ROUNDING_SECONDS: Final = 1e-6
 """What sums of fractions of a second may lack."""
 
@@ -121,7 +124,8 @@ class Rates:
         if unseen:  # at the start, or somebody emptied the table; or another worker claims just now
             self._database.execute(self._database.statements.open_rates, {"rate_queues": unseen})
         waits = {queue: self._seen[queue] for queue in limited if self._seen.get(queue, (0, 0))[1] > ROUNDING_SECONDS}
-        self._closed_until |= {queue: sent + seconds for queue, (sent, seconds) in waits.items()}
+        # Not for longer, however far away: somebody may have changed the row.
+        self._closed_until |= {queue: sent + min(seconds, LONGEST_SECONDS) for queue, (sent, seconds) in waits.items()}
         self._seen.clear()
         return bool(unseen or waits)
 

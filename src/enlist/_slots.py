@@ -14,7 +14,7 @@ from enlist.job import Signals
 if TYPE_CHECKING:
     import asyncio
     import uuid
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
     from collections.abc import Set as AbstractSet
 
     import sqlalchemy as sa
@@ -222,6 +222,16 @@ class Slots:
                 self._queues[run.queue].active -= 1
                 self._careful_free = self._careful_free or run.careful
         return failed
+
+    def leave(self, queues: Collection[str]) -> None:
+        """Note that jobs are left in queues that only free slots are for: to be claimed when one is."""
+        with self._lock:
+            left = [self._queues[name] for name in queues]
+            for queue in left:
+                queue.missed = True
+            is_free = any(queue.active < queue.limit for queue in left)
+        if is_free:
+            self._wanted()
 
     def finished(self, run: Run) -> Run | None:
         """Free a run's slot; return the waiting job that has it now, for the caller to run."""

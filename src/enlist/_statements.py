@@ -174,7 +174,8 @@ def _is_keyed(mark: Any, keyed: bool) -> Any:
 
 def _enough(asked: Any) -> Any:
     """How far to look along a line of jobs with a concurrency key."""
-    return sa.func.greatest(asked.c.number * sa.literal_column("2"), sa.literal_column(str(KEYED_FRONT)))
+    enough = sa.func.greatest(asked.c.number * sa.literal_column("2"), sa.literal_column(str(KEYED_FRONT)))
+    return sa.func.least(enough, sa.literal_column(str(CLAIM_LIMIT)))
 
 
 def _line_of(job: Any) -> list[Any]:
@@ -249,6 +250,7 @@ def ahead(seen: Iterable[sa.Row[Any]]) -> dict[str, list[Any]]:
         "ahead_ids": [row.id for row in rows],
         "ahead_priorities": [row.priority for row in rows],
         "ahead_dues": [row.due for row in rows],
+        "ahead_careful": [row.careful for row in rows],
     }
 
 
@@ -880,15 +882,16 @@ class Statements:
         place = sa.func.row_number().over(partition_by=turn.c.queue, order_by=order).label("place")
         placed = sa.select(turn, place).subquery("placed")
         due = _seconds(placed.c.run_at).label("due")
+        columns = [placed.c[name] for name in ("queue", "id", "priority", "careful")]
         first = (
-            sa.select(_word("job").label("part"), placed.c.queue, placed.c.id, placed.c.priority, due, *_key_of(placed))
+            sa.select(_word("job").label("part"), *columns, due, *_key_of(placed))
             .select_from(placed.join(asked, asked.c.queue == placed.c.queue))
             .where(placed.c.place <= asked.c.number)
         )
 
         def also(part: str, **given: Any) -> Any:
-            columns = list(first.selected_columns)[1:]
-            values = [sa.cast(given.get(column.name, sa.null()), column.type) for column in columns]
+            others = list(first.selected_columns)[1:]
+            values = [sa.cast(given.get(column.name, sa.null()), column.type) for column in others]
             return sa.select(_word(part), *values)
 
         last = keys.c.place == sa.literal_column(str(KEYS_AT_ONCE))
@@ -921,7 +924,7 @@ class Statements:
 
         Parameters: ``queues`` and ``limits``, aligned; ``kinds``; ``careful``, whether such a job may be taken, at
         most one in all; ``worker``; ``lease``; ``mark_*``, see :meth:`_marks`; where rates are limited those of
-        :meth:`_earned`. ``ahead_queues``, ``ahead_ids``, ``ahead_priorities`` and ``ahead_dues``, aligned, are jobs
+        :meth:`_earned`. ``ahead_*``, aligned, are jobs
         that :attr:`look` has seen: they have their places, and what comes after the last place is not taken.
 
         With ``look_first`` nothing is taken where any of the queues has jobs with a key, and a row of NULLs says so.
@@ -944,10 +947,11 @@ class Statements:
             id=("ahead_ids", sa.Uuid),
             priority=("ahead_priorities", sa.Integer),
             due=("ahead_dues", sa.Double),
+            careful=("ahead_careful", sa.Boolean),
         )
         line = sa.union_all(
             sa.select(*plain.c, sa.false().label("ahead")).select_from(wanted.join(plain, sa.true())),
-            sa.select(seen.c.queue, seen.c.id, seen.c.priority, _time(seen.c.due), sa.false(), sa.true()),
+            sa.select(seen.c.queue, seen.c.id, seen.c.priority, _time(seen.c.due), seen.c.careful, sa.true()),
         ).subquery("line")
         order = (line.c.priority.desc(), line.c.run_at, line.c.id)
         row_number = sa.func.row_number()
