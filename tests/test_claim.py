@@ -321,6 +321,7 @@ def log(private_server: EmbeddedServer) -> tuple[URL, EmbeddedServer]:
     return url, private_server
 
 
+@pytest.mark.slow
 def test_keys_limits_are_exact_with_several_workers(
     log: tuple[URL, EmbeddedServer], caplog: pytest.LogCaptureFixture
 ) -> None:

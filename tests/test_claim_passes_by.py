@@ -37,7 +37,7 @@ def handlers_for(seconds: float = 0) -> HandlerRegistry:
     return handlers
 
 
-@pytest.mark.parametrize("number", [1, 10])
+@pytest.mark.parametrize("number", [1, pytest.param(10, marks=pytest.mark.slow)])
 def test_locked_jobs_with_a_key_keep_no_places(
     engine: Engine, jobs: Jobs, observer: Observer, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
@@ -89,6 +89,7 @@ def test_workers_that_meet_at_the_same_keys_all_go_on(engine: Engine, jobs: Jobs
     assert len(observer.rows("SELECT DISTINCT locked_by FROM enlist_job")) == 4
 
 
+@pytest.mark.slow
 def test_drains_that_meet_leave_nothing(engine: Engine, jobs: Jobs, observer: Observer) -> None:
     for number in range(200):
         jobs.add("work", concurrency_key=f"k{number}", concurrency_limit=1)

@@ -230,12 +230,12 @@ def test_claimers_in_processes_of_their_own_take_each_job_once(
 
 
 LEVELS = [
-    ("engine", "AUTOCOMMIT"),
-    ("engine", "READ COMMITTED"),
+    pytest.param("engine", "AUTOCOMMIT", marks=SLOW),
+    pytest.param("engine", "READ COMMITTED", marks=SLOW),
     ("engine", "REPEATABLE READ"),
-    ("engine", "SERIALIZABLE"),
+    pytest.param("engine", "SERIALIZABLE", marks=SLOW),
     ("database", "repeatable read"),
-    ("database", "serializable"),
+    pytest.param("database", "serializable", marks=SLOW),
     pytest.param("role", "repeatable read", marks=SLOW),
     pytest.param("role", "serializable", marks=SLOW),
 ]
@@ -299,7 +299,12 @@ def next_in_queue(rows: list[Row], number: int) -> list[uuid.UUID]:
 
 
 @pytest.mark.parametrize(
-    ("where", "level"), [("engine", "AUTOCOMMIT"), ("engine", "SERIALIZABLE"), ("database", "serializable")]
+    ("where", "level"),
+    [
+        pytest.param("engine", "AUTOCOMMIT", marks=SLOW),
+        pytest.param("engine", "SERIALIZABLE", marks=SLOW),
+        ("database", "serializable"),
+    ],
 )
 @pytest.mark.parametrize("keyed", [False, True], ids=["plain", "with keys"])
 @pytest.mark.parametrize("marks", [False, True], ids=["of all", "from marks"])

@@ -22,6 +22,7 @@ RIGHT = Facts(
 )
 
 
+@pytest.mark.slow
 def test_the_facts_of_the_lab(database_url: URL, observer: Observer) -> None:
     facts = run_lab(url=database_url)
     (one,) = facts.rounds

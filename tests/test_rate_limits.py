@@ -69,7 +69,11 @@ def most_above(times: Sequence[float], limit: RateLimit) -> float:
 
 
 @pytest.mark.parametrize(
-    "limit", [RateLimit(10, per=SPAN), RateLimit(10, per=SPAN, burst=1), RateLimit(10, per=dt.timedelta(seconds=SPAN))]
+    "limit",
+    [
+        RateLimit(10, per=dt.timedelta(seconds=SPAN)),
+        pytest.param(RateLimit(10, per=SPAN, burst=1), marks=pytest.mark.slow),
+    ],
 )
 def test_three_workers_together_keep_a_limit_and_use_it_up(
     engine: Engine, jobs: Jobs, observer: Observer, limit: RateLimit
@@ -192,6 +196,7 @@ def test_rows_that_were_deleted_are_made_again(engine: Engine, jobs: Jobs, obser
     assert observer.rows("SELECT queue FROM enlist_job_rate") == [("default",)]
 
 
+@pytest.mark.slow
 def test_jobs_of_a_limited_queue_are_not_claimed_before_there_is_a_slot(
     engine: Engine, jobs: Jobs, observer: Observer
 ) -> None:
@@ -288,6 +293,7 @@ def test_intervals_shorter_than_a_claim_are_no_reason_to_wait_for_a_poll(
     assert most_above(claimed_at(observer), limit) <= 1e-3
 
 
+@pytest.mark.slow
 def test_workers_that_drain_one_limited_queue_leave_nothing(engine: Engine, jobs: Jobs, observer: Observer) -> None:
     jobs.add_many("work", 60)
     limit = {"default": RateLimit(300, per=1, burst=1)}

@@ -146,6 +146,7 @@ def test_it_survives_a_restart_of_the_server(mode: Any, private_server: Embedded
     engine.dispose()
 
 
+@pytest.mark.slow
 def test_it_survives_a_network_that_comes_and_goes(network: Network, jobs: Jobs, observer: Observer) -> None:
     ids = jobs.add_many("work", 200) + jobs.add_many("async", 100)
     engine = create_engine(network.url, pool_size=10)

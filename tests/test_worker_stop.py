@@ -220,6 +220,7 @@ def test_stop_gives_back_what_was_prefetched(engine: Engine, jobs: Jobs, observe
     assert jobs.counts() == {"done": 61, "queued": 60}
 
 
+@pytest.mark.slow
 def test_stop_gives_back_async_jobs_that_a_blocked_loop_never_started(
     engine: Engine, jobs: Jobs, observer: Observer
 ) -> None:
