@@ -146,7 +146,10 @@ class Claimer:
             full = len(runs) >= sum(demand.number for demand in demands)
             return 0.0 if full or any(run.careful for run in runs) else self._next_wait()
         if nothing_ran and self._again == math.inf and not self._limited and len(demands) == len(asked):
-            self.drained.set()
+            now = time.monotonic()
+            # What was missed once may be free in a moment; what is missed again somebody holds on to.
+            if not any(until > now and pause <= MISSED_SECONDS for until, pause in self._missed.values()):
+                self.drained.set()
         return self._next_wait()
 
     def _give_back_unheld(self) -> None:
@@ -157,6 +160,7 @@ class Claimer:
         rows = self._database.execute(self._database.statements.disown, {"worker": self._worker, "ids": held})
         if rows:
             logger.warning("%d jobs of a claim whose answer was lost are given back", len(rows))
+        self._unanswered = False
 
     def _again_in(self, seconds: float) -> None:
         """Have the next claim made then, if nothing else makes it come sooner."""
