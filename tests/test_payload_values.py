@@ -571,6 +571,7 @@ def test_a_payload_of_ten_megabytes_is_refused_with_size_and_limit(
     assert observer.scalar("SELECT count(*) FROM shop_order") == 0
 
 
+@pytest.mark.slow
 async def test_a_raised_limit_lets_ten_megabytes_through_to_the_handler(
     engine: Engine, any_async_engine: AsyncEngine, jobs_seen: dict[str, tuple[Any, Any]]
 ) -> None:

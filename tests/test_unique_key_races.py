@@ -360,6 +360,7 @@ def worker(engine: Engine, handle: Callable[..., None]) -> Worker:
     return Worker(engine, registry)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pruning", ["never", "between", "all the time"])
 def test_a_key_is_free_when_its_job_has_ended_with_and_without_pruning(
     engine: Engine, observer: Observer, pruning: str, pool: ThreadPoolExecutor

@@ -41,6 +41,7 @@ def supervise(url: URL, jobs: Jobs, *, deaths: int) -> list[int]:
             assert len(statuses) <= deaths
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "status"),
     [

@@ -34,6 +34,7 @@ def jobs(observer: Observer) -> Jobs:
 # -- a frozen worker -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isolation", ["READ COMMITTED", "REPEATABLE READ"])
 def test_a_frozen_worker_commits_nothing_after_its_lease_was_taken_over(
     isolation: str, database_url: URL, jobs: Jobs, observer: Observer

@@ -230,6 +230,7 @@ def test_each_start_has_a_name_of_its_own(engine: Engine) -> None:
     assert len(names) == 3
 
 
+@pytest.mark.slow
 def test_a_forked_child_that_returns_from_the_handler_ends_there(
     database_url: URL, jobs: Jobs, observer: Observer
 ) -> None:
