@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from sqlalchemy.orm import Session
 
 from enlist import HandlerRegistry, Job, JobRecord, Worker
 from enlist._database import Database
+from enlist._slots import Demand, Slots
 from enlist._statements import statements_for
 from tests.support import Observer
 from tests.support.claims import look
@@ -125,3 +127,16 @@ def test_the_keys_behind_a_long_front_are_walked_however_many_jobs_are_asked_for
         jobs.add("work", concurrency_key=f"other {number}", concurrency_limit=1)
     with engine.connect() as connection:
         assert len(look(connection, STATEMENTS, {"default": 900})) == 31
+
+
+def test_what_was_left_for_want_of_a_slot_is_claimed_when_one_is_free() -> None:
+    woken: list[str] = []
+    slots = Slots({"q": 1}, lambda run: None, lambda: woken.append("claim"))
+    run: Any = SimpleNamespace(queue="q", careful=False, keyed=False, placed=0.0, started=time.monotonic())
+    assert slots.place([run], [Demand("q", 1, 2)]) == []
+    slots.leave({"q"})
+    assert woken == []
+    slots.finished(run)
+    assert woken == ["claim"]
+    slots.leave({"q"})  # the slot became free before it was said
+    assert woken == ["claim", "claim"]
