@@ -22,22 +22,9 @@ from enlist.demo.server import EmbeddedServer
 from enlist.migrations import migrate
 from tests.shop import Base, Effect
 from tests.support import Observer
+from tests.support.claimers import SWITCHES
 from tests.support.claims import claim
 from tests.support.jobs import Jobs, running
-
-SWITCHES = [
-    "hashjoin",
-    "mergejoin",
-    "nestloop",
-    "hashagg",
-    "sort",
-    "material",
-    "seqscan",
-    "indexscan",
-    "bitmapscan",
-    "memoize",
-    "incremental_sort",
-]
 
 
 @pytest.fixture

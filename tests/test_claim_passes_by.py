@@ -16,7 +16,7 @@ from enlist import HandlerRegistry, Job, JobRecord, Worker
 from enlist._database import Database
 from enlist._slots import Demand, Slots
 from enlist._statements import statements_for
-from tests.support import Observer
+from tests.support import Observer, wait_until
 from tests.support.claims import look
 from tests.support.jobs import Jobs, running
 
@@ -48,22 +48,23 @@ def test_locked_jobs_with_a_key_keep_no_places(
     ]
     free = jobs.add_many("work", 40)
     keyed = [jobs.add("work", concurrency_key=f"other {n}", concurrency_limit=1) for n in range(5)]
-    looks: list[Any] = []
+    looks: list[float] = []
     execute = Database.execute
 
     def counting(self: Database, statement: Any, parameters: Any) -> Any:
         if statement is self.statements.look:
-            looks.append(parameters)
+            looks.append(time.monotonic())
         return execute(self, statement, parameters)
 
     with engine.begin() as held:
         held.exec_driver_sql("SELECT FROM enlist_job WHERE priority = 9 FOR UPDATE")
-        with running(Worker(engine, handlers_for(), concurrency=number, poll_interval=2)):
+        with running(Worker(engine, handlers_for(), concurrency=number, poll_interval=0.5)):
             for job_id in free + keyed:
                 jobs.wait(job_id, timeout=10)
             monkeypatch.setattr(Database, "execute", counting)
-            threading.Event().wait(1)  # in which there is nothing that could be done
-            assert len(looks) < 20
+            wait_until(lambda: len(looks) >= 6)
+            # No hot loop while there is nothing to do: that would be some 5 ms a look.
+            assert looks[5] - looks[0] > 0.3
             monkeypatch.undo()
             held.rollback()
             for job_id in locked:

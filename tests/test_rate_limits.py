@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from enlist import (
     SchemaError,
     Worker,
 )
+from enlist._claimer import Claimer
 from enlist._database import Database
 from enlist.migrations import verify_schema
 from tests.support import Observer, wait_until
@@ -35,6 +37,21 @@ SPAN = 0.6
 @pytest.fixture
 def jobs(observer: Observer) -> Jobs:
     return Jobs(observer)
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """When the claimers of workers that are started from now on have ended a step."""
+    ended: list[float] = []
+    step = Claimer.step
+
+    def counting(self: Claimer) -> float:
+        wait = step(self)
+        ended.append(time.monotonic())
+        return wait
+
+    monkeypatch.setattr(Claimer, "step", counting)
+    return ended
 
 
 def handlers_for(*kinds: str) -> HandlerRegistry:
@@ -105,7 +122,7 @@ def test_the_burst_starts_at_once_and_the_next_job_an_interval_later(
 
 
 def test_a_job_that_has_to_wait_uses_no_attempt_and_makes_no_hot_loop(
-    engine: Engine, jobs: Jobs, observer: Observer, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, jobs: Jobs, observer: Observer, steps: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     execute = Database.execute
     claims: list[Any] = []
@@ -119,9 +136,9 @@ def test_a_job_that_has_to_wait_uses_no_attempt_and_makes_no_hot_loop(
     ids = jobs.add_many("work", 50)
     with running(Worker(engine, handlers_for(), rate_limits={"default": RateLimit(1, per=3600)}, poll_interval=0.05)):
         jobs.wait(ids[0])
-        several = len(claims)
-        threading.Event().wait(1.0)  # in which there is nothing to do
-        # Twenty polls, and each would have been a claim.
+        several, begun = len(claims), len(steps)
+        # Each of these polls would have been a claim.
+        wait_until(lambda: len(steps) >= begun + 20)
         assert len(claims) - several <= 1
     waiting = observer.rows("SELECT DISTINCT status, attempt, lease_token FROM enlist_job WHERE id <> %s", ids[0])
     assert waiting == [("queued", 0, 0)]
@@ -169,14 +186,16 @@ def test_other_queues_go_on(engine: Engine, jobs: Jobs, observer: Observer) -> N
     assert [jobs.status(job_id) for job_id in limited[1:]] == ["queued"] * 9
 
 
-def test_a_limit_is_taken_up_where_it_was_left(engine: Engine, jobs: Jobs, observer: Observer) -> None:
+def test_a_limit_is_taken_up_where_it_was_left(
+    engine: Engine, jobs: Jobs, observer: Observer, steps: list[float]
+) -> None:
     first, second = jobs.add_many("work", 2)
     limit = {"default": RateLimit(1, per=3600)}
     with running(Worker(engine, handlers_for(), rate_limits=limit)):
         jobs.wait(first)
-    worker = Worker(engine, handlers_for(), rate_limits=limit, poll_interval=0.05)
-    with running(worker):
-        threading.Event().wait(0.3)
+    begun = len(steps)
+    with running(Worker(engine, handlers_for(), rate_limits=limit, poll_interval=0.05)):
+        wait_until(lambda: len(steps) >= begun + 5)
         assert jobs.status(second) == "queued"
     with running(
         Worker(engine, handlers_for(), rate_limits={"default": RateLimit(2, per=1)})
@@ -332,7 +351,9 @@ def test_what_was_spent_under_another_limit_counts_for_no_more_than_a_burst(
     assert most_above(claimed_at(observer), limit) <= 1e-3
 
 
-def test_a_rate_that_somebody_holds_stops_its_queue_alone(engine: Engine, jobs: Jobs, observer: Observer) -> None:
+def test_a_rate_that_somebody_holds_stops_its_queue_alone(
+    engine: Engine, jobs: Jobs, observer: Observer, steps: list[float]
+) -> None:
     limit = RateLimit(3, per=0.6)
     queues = ["default", "other"]
     jobs.add_many("work", 12)
@@ -344,6 +365,10 @@ def test_a_rate_that_somebody_holds_stops_its_queue_alone(engine: Engine, jobs: 
             for job_id in jobs.add_many("work", 3, queue="other"):
                 jobs.wait(job_id)
             assert claimed_at(observer) == []
+            begun = len(steps)
+            wait_until(lambda: len(steps) >= begun + 12)
+            # Not every 5 ms: it is looked at more and more seldom.
+            assert steps[begun + 11] - steps[begun] > 0.5
             held.rollback()
             jobs.wait_all(timeout=10)
     assert most_above(claimed_at(observer), limit) <= 1e-3

@@ -194,8 +194,6 @@ class Claimer:
                 careful = careful and not any(run.careful for _, run in taken)
                 self._claim(taken, rest, careful=careful, whole=True, all_asked=len(rest) == len(demands))
             self._limited = self._rates.close([demand.queue for demand in _less(demands, taken)])
-            if self._limited:
-                self._again_in(SOON_SECONDS)
         except Exception as error:
             if not taken:
                 raise

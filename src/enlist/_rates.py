@@ -23,6 +23,11 @@ __all__ = ["RateLimit", "Rates"]
 LONGEST_SECONDS: Final = 10.0
 """After which a queue is claimed from again, whatever its rate was."""
 
+UNSEEN_SECONDS: Final = 0.005
+"""After which a rate that somebody had locked is looked at again; twice as long each time."""
+
+LONGEST_UNSEEN_SECONDS: Final = 0.2
+
 ROUNDING_SECONDS: Final = 1e-6
 """What sums of fractions of a second may lack."""
 
@@ -71,11 +76,16 @@ class Rates:
     """The rate limits of one worker. For the thread that claims."""
 
     def __init__(self, limits: Mapping[str, RateLimit], database: Database) -> None:
-        self._limits = limits
+        self._limits = {
+            queue: (limit.interval, limit.n if limit.burst is None else limit.burst) for queue, limit in limits.items()
+        }
+        """By queue, the seconds that a job costs, and how many may be owed."""
         self._database = database
         self._seen: dict[str, tuple[float, float]] = {}
         """By queue, when the last claim was sent, and in how many seconds from then its rate allowed another job."""
         self._closed_until: dict[str, float] = {}
+        self._unseen: dict[str, float] = {}
+        """By queue whose row the last claims did not get, how long it was closed for that."""
 
     def parameters(self, queues: Iterable[str]) -> dict[str, list[Any]]:
         """What the statements are given for these queues; empty if none of them has a limit."""
@@ -84,8 +94,8 @@ class Rates:
             return {}
         return {
             "rate_queues": limited,
-            "rate_intervals": [self._limits[queue].interval for queue in limited],
-            "rate_bursts": [self._burst(queue) for queue in limited],
+            "rate_intervals": [self._limits[queue][0] for queue in limited],
+            "rate_bursts": [self._limits[queue][1] for queue in limited],
         }
 
     def open(self, demands: list[Demand]) -> list[Demand]:
@@ -108,8 +118,9 @@ class Rates:
         taken = Counter(row.queue for row in jobs)
         for row in rows:
             if row.id is None and row.queue is not None:
-                owed = row.due / self._limits[row.queue].interval + taken[row.queue]
-                self._seen[row.queue] = (asked, (owed + 1 - self._burst(row.queue)) * self._limits[row.queue].interval)
+                interval, burst = self._limits[row.queue]
+                self._seen[row.queue] = (asked, row.due + (taken[row.queue] + 1 - burst) * interval)
+                self._unseen.pop(row.queue, None)
         return jobs
 
     def close(self, short: Iterable[str]) -> bool:
@@ -121,14 +132,14 @@ class Rates:
         """
         limited = [queue for queue in short if queue in self._limits]
         unseen = [queue for queue in limited if queue not in self._seen]
-        if unseen:  # at the start, or somebody emptied the table; or another worker claims just now
+        if unseen:  # at the start, or somebody emptied the table; or another worker claims just now, or holds it
             self._database.execute(self._database.statements.open_rates, {"rate_queues": unseen})
+            now = time.monotonic()
+            for queue in unseen:
+                self._unseen[queue] = min(self._unseen.get(queue, UNSEEN_SECONDS / 2) * 2, LONGEST_UNSEEN_SECONDS)
+                self._closed_until[queue] = now + self._unseen[queue]
         waits = {queue: self._seen[queue] for queue in limited if self._seen.get(queue, (0, 0))[1] > ROUNDING_SECONDS}
         # Not for longer, however far away: somebody may have changed the row.
         self._closed_until |= {queue: sent + min(seconds, LONGEST_SECONDS) for queue, (sent, seconds) in waits.items()}
         self._seen.clear()
         return bool(unseen or waits)
-
-    def _burst(self, queue: str) -> int:
-        limit = self._limits[queue]
-        return limit.n if limit.burst is None else limit.burst
