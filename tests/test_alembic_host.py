@@ -23,4 +23,4 @@ def test_upgrading_an_empty_database_makes_a_schema_that_a_worker_accepts(empty_
     with engine.connect() as connection:
         verify_schema(connection)
         assert current_step(connection) == LATEST_STEP
-        assert connection.scalar(sa.text("SELECT version_num FROM alembic_version")) == "0003"
+        assert connection.scalar(sa.text("SELECT version_num FROM alembic_version")) == "0004"

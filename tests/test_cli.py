@@ -201,10 +201,10 @@ def test_a_database_that_is_not_there_is_one_line_without_the_password(
 def test_migrate_carries_out_the_steps_once(enlist: Enlist, empty_database_url: URL) -> None:
     first = enlist("migrate", "--database-url", empty_database_url)
     assert first.status == 0
-    assert first.out.endswith("carried out step 1, step 2, step 3\n")
+    assert first.out.endswith("carried out step 1, step 2, step 3, step 4\n")
     again = enlist("migrate", ENLIST_DATABASE_URL=empty_database_url.render_as_string(hide_password=False))
     assert (again.status, again.err) == (0, "")
-    assert again.out.endswith("nothing to do, it is at step 3\n")
+    assert again.out.endswith("nothing to do, it is at step 4\n")
 
 
 def test_migrate_takes_a_schema_and_a_step(enlist: Enlist, empty_database_url: URL) -> None:

@@ -427,7 +427,7 @@ def test_a_stored_payload_that_does_not_fit_is_named_without_its_values() -> Non
     with pytest.raises(PayloadError) as caught:
         decode(Own, {"name": "secret", "items": [{"name": {"secret": 1}}, {}]})
     message = str(caught.value)
-    assert message.startswith("payload does not fit Own: ")
+    assert message.startswith("the payload does not fit Own version 1: stored as version 1; ")
     assert "payload.items[0].name" in message
     assert "payload.items[1].name: Field required" in message
     assert "secret" not in message
@@ -492,7 +492,7 @@ def test_a_validator_that_fails_in_its_own_way_is_a_payload_error() -> None:
     payload = Bound.model_validate({"value": 1}, context={"values": {1: 1}})
     with pytest.raises(PayloadError, match="cannot be read back and compared: TypeError"):
         encode(payload)
-    with pytest.raises(PayloadError, match="does not fit Bound: reading it raised TypeError"):
+    with pytest.raises(PayloadError, match="does not fit Bound version 1: .*; reading it raised TypeError"):
         decode(Bound, {"value": 1})
 
 

@@ -395,7 +395,8 @@ def test_a_thousand_jobs_take_as_many_statements_as_one(
 
     assert len(texts(ids[0])) == len(texts(ids[1:])) == 1
     session.rollback()
-    assert len(texts(JobRecord.id == ids[0])) == len(texts(JobRecord.kind == state)) == 2
+    # Of cancel one more, for the running jobs whose rows are locked.
+    assert len(texts(JobRecord.id == ids[0])) == len(texts(JobRecord.kind == state)) == (3 if name == "cancel" else 2)
     session.commit()
 
 
@@ -682,10 +683,16 @@ def test_workers_are_woken_by_the_commit(
     assert listener.notified() == ["mail"]
 
 
+def test_a_job_that_is_due_earlier_than_before_wakes_workers(engine: Engine, jobs: Jobs, listener: Observer) -> None:
+    """They learn when it is due now."""
+    with Session(engine) as session, session.begin():
+        repo.reschedule(session, add(jobs, "later", queue="mail"), delay=60)
+    assert listener.notified() == ["mail"]
+
+
 def test_nobody_is_woken_where_nothing_became_due(engine: Engine, jobs: Jobs, listener: Observer) -> None:
     quiet = JobRepository(notify=None)
     with Session(engine) as session:
-        repo.reschedule(session, add(jobs, "queued", queue="later"), delay=60)
         repo.cancel(session, add(jobs, "queued", queue="cancelled"))
         repo.retry(session, add(jobs, "running", queue="running"))
         quiet.retry(session, add(jobs, "dead", queue="quiet"))

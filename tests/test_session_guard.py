@@ -107,6 +107,11 @@ def _transaction(session: Session) -> Any:
     return transaction
 
 
+def _commit_from_a_savepoint(session: Session) -> None:
+    session.begin_nested()
+    _transaction(session).commit()
+
+
 def _connection_transaction(session: Session) -> Any:
     transaction = session.connection().get_transaction()
     assert transaction is not None
@@ -124,6 +129,7 @@ ENDS: dict[str, tuple[Callable[[Session], object], str]] = {
     "with begin()": (_with_begin, "the handler called begin() on its session"),
     "with session": (_with_session, "the handler called close() on its session"),
     "transaction.commit()": (lambda session: _transaction(session).commit(), "commit()"),
+    "transaction.commit() in a savepoint": (_commit_from_a_savepoint, "commit()"),
     "transaction.rollback()": (lambda session: _transaction(session).rollback(), ""),
     "transaction.close()": (lambda session: _transaction(session).close(), ""),
     "connection.commit()": (lambda session: session.connection().commit(), "commit() or rollback() of the connection"),
@@ -480,6 +486,23 @@ def test_a_transaction_ended_on_the_drivers_connection_is_noticed(
     row = run_plain(engine, jobs, body)
     assert row["status"] == "queued"
     assert "driver's connection" in row["last_error"]
+
+
+@pytest.mark.parametrize("text", ["SELECT 1; COMMIT", "SELECT 1; ROLLBACK", "DO $$ BEGIN END $$; END"])
+def test_an_end_that_hides_among_statements_is_noticed_by_the_next(
+    text: str, engine: Engine, jobs: Jobs, observer: Observer
+) -> None:
+    """The driver would begin another transaction with it, and nobody would know of the first."""
+
+    def body(session: Session) -> None:
+        session.connection().exec_driver_sql(text)
+        session.add(Order(ref="after"))
+        session.flush()
+
+    row = run_plain(engine, jobs, body)
+    assert row["status"] == "queued"
+    assert "driver's connection" in row["last_error"]
+    assert observer.scalar("SELECT count(*) FROM shop_order") == 0
 
 
 # -- sessions that route ----------------------------------------------------------------------------------------------

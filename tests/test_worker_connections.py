@@ -23,7 +23,7 @@ from enlist.migrations import migrate
 from tests.shop import Base, Effect
 from tests.support import Observer, wait_until
 from tests.support.jobs import Jobs, running
-from tests.support.network import Network
+from tests.support.tcp_proxy import TcpProxy
 
 
 @pytest.fixture
@@ -32,8 +32,8 @@ def jobs(observer: Observer) -> Jobs:
 
 
 @pytest.fixture
-def network(database_url: URL) -> Iterator[Network]:
-    with Network(database_url) as network:
+def network(database_url: URL) -> Iterator[TcpProxy]:
+    with TcpProxy(database_url) as network:
         yield network
 
 
@@ -104,16 +104,16 @@ def _plain_only() -> HandlerRegistry:
     return handlers
 
 
-def test_a_closed_port_is_waited_for(network: Network, jobs: Jobs, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_closed_port_is_waited_for(network: TcpProxy, jobs: Jobs, caplog: pytest.LogCaptureFixture) -> None:
     job_id = jobs.add("async")
-    network.close_gate()
+    network.refuse()
     engine = create_engine(network.url)
     worker = Worker(engine, effects(), poll_interval=0.05)
     starting = threading.Thread(target=worker.start)
     starting.start()
     try:
         wait_until(lambda: "failed, trying again" in caplog.text)
-        network.open_gate()
+        network.accept()
         starting.join(10)
         assert jobs.wait(job_id)["status"] == "done"
     finally:
@@ -147,14 +147,15 @@ def test_it_survives_a_restart_of_the_server(mode: Any, private_server: Embedded
 
 
 @pytest.mark.slow
-def test_it_survives_a_network_that_comes_and_goes(network: Network, jobs: Jobs, observer: Observer) -> None:
+def test_it_survives_a_network_that_comes_and_goes(network: TcpProxy, jobs: Jobs, observer: Observer) -> None:
     ids = jobs.add_many("work", 200) + jobs.add_many("async", 100)
     engine = create_engine(network.url, pool_size=10)
     with running(Worker(engine, effects(), queues={"default": 6}, lease=1, poll_interval=0.1)):
         for done in (50, 100, 150):
             observer.wait_for("SELECT count(*) >= %s FROM enlist_job WHERE status = 'done'", done, timeout=15)
-            network.close_gate()
-            network.open_gate()
+            network.refuse()
+            network.cut()
+            network.accept()
         jobs.wait_all(timeout=15)
     engine.dispose()
     assert jobs.effects_by_job() == dict.fromkeys(ids, 1)

@@ -27,11 +27,11 @@ def jobs(observer: Observer) -> Jobs:
     return Jobs(observer)
 
 
-def supervise(url: URL, jobs: Jobs, *, deaths: int) -> list[int]:
+def supervise(url: URL, jobs: Jobs, *, deaths: int, **settings: Any) -> list[int]:
     """Start a worker, and another when it dies, until all jobs have ended; the exit statuses of the dead."""
     statuses: list[int] = []
     while True:
-        with WorkerProcess(url, **SETTINGS) as process:
+        with WorkerProcess(url, **{**SETTINGS, **settings}) as process:
             wait_until(lambda: process.ended or jobs.counts().keys() <= {"done", "dead"}, 20)
             if not process.ended:
                 process.terminate()
@@ -63,6 +63,19 @@ def test_a_poison_job_kills_max_attempts_processes_and_no_more(
     assert [entry["attempt"] for entry in row["errors"]] == [1, 2, 3]
     assert all("worker lost" in entry["error"] for entry in row["errors"])
     assert {jobs.status(job_id) for job_id in healthy} == {"done"}
+    assert jobs.effects_by_job() == dict.fromkeys(healthy, 1)
+
+
+@pytest.mark.slow
+def test_those_that_share_its_transaction_lose_nothing(database_url: URL, jobs: Jobs) -> None:
+    """A job that kills its process in the middle of a group: the others are done, and it alone is dead."""
+    healthy = jobs.add_many("grouped", 150)
+    poison = jobs.add("grouped", {"kills": True}, max_attempts=3)
+    healthy += jobs.add_many("grouped", 30)
+    assert supervise(database_url, jobs, deaths=3, queues={"default": 1}) == [-signal.SIGKILL] * 3
+    assert (jobs.status(poison), jobs.row(poison)["lost"]) == ("dead", 3)
+    assert {jobs.status(job_id) for job_id in healthy} == {"done"}
+    assert {jobs.row(job_id)["lost"] for job_id in healthy} == {0, 1}  # it had company
     assert jobs.effects_by_job() == dict.fromkeys(healthy, 1)
 
 

@@ -501,7 +501,8 @@ def test_a_payload_that_does_not_fit_is_a_failure_of_the_job(engine: Engine, job
         assert jobs.wait(right)["status"] == "done"
     assert ran == [1]
     assert row["status"] == JobStatus.QUEUED
-    assert "payload does not fit SendReceipt: payload.order_id" in row["last_error"]
+    assert f"the payload of job {wrong} does not fit SendReceipt version 1: stored as version 1;" in row["last_error"]
+    assert "payload.order_id: Input should be a valid integer" in row["last_error"]
     assert "secret" not in row["last_error"]
 
 

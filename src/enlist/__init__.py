@@ -5,6 +5,7 @@ from __future__ import annotations
 from enlist._commands import Changes
 from enlist._rates import RateLimit
 from enlist.async_repository import AsyncJobRepository
+from enlist.events import EventName, JobEvent
 from enlist.exceptions import (
     CommitRefused,
     ConfigurationError,
@@ -14,6 +15,7 @@ from enlist.exceptions import (
     InvalidOption,
     LeaseLost,
     PayloadError,
+    PayloadMismatch,
     SchemaError,
     SessionError,
     TransactionAborted,
@@ -21,6 +23,7 @@ from enlist.exceptions import (
 )
 from enlist.handle import JobHandle, JobState
 from enlist.handlers import HandlerRegistry
+from enlist.health import Health
 from enlist.job import Cancel, Job, Retry, Snooze
 from enlist.models import JobRecord, JobRecordMixin, JobStatus
 from enlist.payload import JobPayload
@@ -35,11 +38,14 @@ __all__ = [
     "ConfigurationError",
     "EnlistError",
     "EnqueueOptions",
+    "EventName",
     "HandlerError",
     "HandlerRegistry",
     "HandlerTimeout",
+    "Health",
     "InvalidOption",
     "Job",
+    "JobEvent",
     "JobHandle",
     "JobPayload",
     "JobRecord",
@@ -49,6 +55,7 @@ __all__ = [
     "JobStatus",
     "LeaseLost",
     "PayloadError",
+    "PayloadMismatch",
     "RateLimit",
     "Retry",
     "SchemaError",

@@ -16,7 +16,8 @@ import sqlalchemy as sa
 from enlist._completer import Settlement
 from enlist._driver import sqlstate
 from enlist._options import as_timedelta
-from enlist.exceptions import HandlerError, HandlerTimeout, PayloadError
+from enlist.events import EventName
+from enlist.exceptions import HandlerError, HandlerTimeout, PayloadError, PayloadMismatch
 from enlist.job import Cancel, Job, Retry, Snooze
 from enlist.models import JobStatus
 from enlist.payload import decode
@@ -36,8 +37,21 @@ CONFLICTS: Final = frozenset({"40001", "40P01"})
 
 RERUNS: Final = 3
 
+SHORTEST_SNOOZE: Final = dt.timedelta(seconds=1)
+"""It costs no attempt, so nothing else would end a loop of them."""
+
 IDLE_IN_TRANSACTION: Final = "25P03"
 """The server cut a transaction that had been idle too long: it would do so again."""
+
+NEWER_SECONDS: Final = 86_400.0
+"""For how long after it was made a job that a newer release has written is left to the workers of that release.
+
+By the job's age, since that is for how long the newer release has been out at least: a day later it is not being
+deployed any more. It needs no counter in the row, and no worker's memory.
+"""
+
+NEWER_WAITS: Final = (10.0, 60.0)
+"""The shortest and the longest time until such a job is looked at again: a tenth of its age in between."""
 
 
 # -- what the handler gets -----------------------------------------------------------------------------------------
@@ -54,7 +68,7 @@ def job_of(run: Run, resources: Any) -> Job[Any]:
         run.signals.deadline = dt.datetime.now(dt.UTC) + dt.timedelta(seconds=timeout)
     payload, meta = _stored("payload", run.payload), _stored("meta", run.meta)
     if run.handler.payload_type is not None:
-        payload = decode(run.handler.payload_type, payload)
+        payload = decode(run.handler.payload_type, payload, run.payload_version, run.id)
     return Job(
         payload=payload,
         id=run.id,
@@ -151,27 +165,43 @@ def ending(run: Run, error: BaseException) -> Settlement:
 
 
 def _ending(run: Run, error: BaseException) -> Settlement:
-    extra = {"job_id": str(run.id), "kind": run.kind, "attempt": run.attempt}
     if isinstance(error, Snooze):
-        logger.debug("%s is snoozed for %s", run, error.delay, extra=extra)
-        return Settlement(run, JobStatus.QUEUED, as_timedelta("delay", error.delay), returned=1)
+        delay = max(as_timedelta("delay", error.delay), SHORTEST_SNOOZE)
+        logger.debug("%s is snoozed for %s", run, delay, extra=run.extra(event=EventName.SNOOZED))
+        return Settlement(run, JobStatus.QUEUED, delay, returned=1, exception=error)
     if isinstance(error, Cancel):
         text = storable(str(error.reason), 1000)
-        logger.info("%s is cancelled by its handler: %s", run, text, extra=extra)
-        return Settlement(run, JobStatus.CANCELLED, error=text, entry=error_entry(run.attempt, text))
+        logger.info("%s is cancelled by its handler: %s", run, text, extra=run.extra(event=EventName.CANCELLED))
+        entry = error_entry(run.attempt, text)
+        return Settlement(run, JobStatus.CANCELLED, error=text, entry=entry, exception=error)
     return failure(run, error)
 
 
 def failure(run: Run, error: BaseException) -> Settlement:
     """What becomes of a job whose attempt has failed: queued for the next one, or dead."""
+    is_final = run.attempt >= run.max_attempts
+    if isinstance(error, PayloadMismatch):
+        if error.stored_version <= error.version:
+            is_final = is_final or run.handler.on_mismatch == "dead"
+        elif run.age < NEWER_SECONDS:
+            return _left_to_newer(run, error)
     text, entry = describe(error), error_entry(run.attempt, summarize(error))
-    extra = {"job_id": str(run.id), "kind": run.kind, "attempt": run.attempt}
-    if run.attempt >= run.max_attempts:
-        logger.error("%s is dead: %s", run, summarize(error), extra=extra)
-        return Settlement(run, JobStatus.DEAD, error=text, entry=entry)
+    if is_final:
+        logger.error("%s is dead: %s", run, summarize(error), extra=run.extra(event=EventName.DEAD))
+        return Settlement(run, JobStatus.DEAD, error=text, entry=entry, exception=error)
     if isinstance(error, Retry):
         delay = as_timedelta("delay", error.delay)
     else:
         delay = wait_after(run.attempt, error, run.handler.wait)
+    extra = run.extra(event=EventName.RETRIED)
     logger.warning("%s failed, next attempt in %s: %s", run, delay, summarize(error), extra=extra)
-    return Settlement(run, JobStatus.QUEUED, delay, error=text, entry=entry)
+    return Settlement(run, JobStatus.QUEUED, delay, error=text, entry=entry, exception=error)
+
+
+def _left_to_newer(run: Run, error: PayloadMismatch) -> Settlement:
+    """Put a job back, its attempt with it, for a worker that knows the version it was written with."""
+    shortest, longest = NEWER_WAITS
+    delay = dt.timedelta(seconds=min(max(run.age / 10, shortest), longest))
+    text = f"{summarize(error)}; left to a worker that knows version {error.stored_version}"
+    logger.info("%s is put back, looked at again in %s: %s", run, delay, text, extra=run.extra(event=EventName.SNOOZED))
+    return Settlement(run, JobStatus.QUEUED, delay, returned=1, error=text, exception=error)

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import enum
-import logging
-import os
-import sys
-import threading
-import time
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -17,37 +11,28 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
+from enlist._cli_common import (
+    LogLevel,
+    OptionalDatabaseURL,
+    check_target,
+    configure_logging,
+    engine_of,
+    load,
+    record_of,
+)
 from enlist._cli_database import connecting, engine_for, one_line, parse_url
-from enlist._cli_load import load_application, load_worker
+from enlist._cli_jobs import cancel, jobs, retry
 from enlist._cli_status import print_status, read_status, status_as_json
-from enlist._engines import housekeeping_engine
+from enlist._cli_worker import worker
 from enlist.exceptions import ConfigurationError, EnlistError
 from enlist.migrations import LATEST_STEP, current_step
 from enlist.migrations import migrate as run_migration
-from enlist.models import JobRecord, JobRecordMixin
 from enlist.worker import Worker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 __all__ = ["app"]
-
-LINGER_SECONDS: Final = 5.0
-"""How long after the worker the process may take to end, such as for what an application sends at exit."""
-
-LINGER_UNCLEAN_SECONDS: Final = 1.0
-"""The same when a handler could not be stopped: it will not return now either."""
-
-LOG_FORMAT: Final = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
-
-
-class LogLevel(enum.StrEnum):
-    """How much a worker says on standard error."""
-
-    DEBUG = "debug"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
 
 
 class Commands(TyperGroup):
@@ -117,12 +102,6 @@ OwnDatabaseURL = Annotated[
 ]
 
 
-def _check_target(target: str | None) -> str | None:
-    if target is not None and ":" not in target:
-        raise typer.BadParameter(f"{target!r} should be module:object, such as shop.jobs:worker")
-    return target
-
-
 @app.command()
 def migrate(
     database_url: DatabaseURL,
@@ -147,32 +126,7 @@ def migrate(
         typer.echo(f"database {name}: nothing to do, it is at step {step}")
 
 
-@app.command()
-def worker(
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODULE:OBJECT",
-            envvar="ENLIST_APP",
-            show_default=False,
-            callback=_check_target,
-            help="A Worker, or a function that returns one, such as shop.jobs:worker.",
-        ),
-    ],
-    log_level: Annotated[
-        LogLevel, typer.Option(envvar="ENLIST_LOG_LEVEL", case_sensitive=False, help="How much to log.")
-    ] = LogLevel.INFO,
-) -> None:
-    """Run an application's worker until SIGTERM or SIGINT. A second signal ends it at once."""
-    found = load_worker(target)
-    _configure_logging(log_level)
-    status = 0
-    try:
-        found.run()
-    except SystemExit as exit_:
-        status = exit_.code if isinstance(exit_.code, int) else 1
-    _end_soon(status)
-    raise typer.Exit(status)
+app.command()(worker)
 
 
 @app.command()
@@ -183,30 +137,22 @@ def status(
             metavar="MODULE:OBJECT",
             envvar="ENLIST_APP",
             show_default=False,
-            callback=_check_target,
+            callback=check_target,
             help="A Worker or HandlerRegistry: shows which kinds are queued that it has no handler for.",
         ),
     ] = None,
-    database_url: Annotated[
-        str | None,
-        typer.Option(
-            envvar="ENLIST_DATABASE_URL",
-            show_default="the worker's",
-            help="The database: a postgresql:// URL, or any SQLAlchemy URL of one.",
-        ),
-    ] = None,
+    database_url: OptionalDatabaseURL = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Count jobs by queue and status, say how late the oldest is, and name the kinds that wait."""
-    application = None if target is None else load_application(target)
+    application = load(target)
     handled = served = None
-    record: type[JobRecordMixin] = JobRecord
     if isinstance(application, Worker):
-        handled, served, record = application.handlers.kinds, application.queues, application._record
+        handled, served = application.handlers.kinds, application.queues
     elif application is not None:
         handled = application.kinds
-    with _engine_of(application, database_url) as engine, connecting(engine) as connection:
-        found = read_status(connection, record=record, handled=handled, served=served)
+    with engine_of(application, database_url) as engine, connecting(engine) as connection:
+        found = read_status(connection, record=record_of(application), handled=handled, served=served)
     if as_json:
         typer.echo(status_as_json(found))
     else:
@@ -215,20 +161,9 @@ def status(
         print_status(found, console if console.is_terminal else Console(width=200))
 
 
-@contextmanager
-def _engine_of(application: object, database_url: str | None) -> Iterator[sa.Engine]:
-    if database_url is not None:
-        engine = engine_for(parse_url(database_url))
-    elif isinstance(application, Worker):
-        engine = housekeeping_engine(application._bind, application._sync_bind)
-    else:
-        raise typer.BadParameter(
-            "the database is missing: give --database-url, set ENLIST_DATABASE_URL, or name a worker"
-        )
-    try:
-        yield engine
-    finally:
-        engine.dispose()
+app.command()(jobs)
+app.command()(retry)
+app.command()(cancel)
 
 
 @app.command()
@@ -256,7 +191,7 @@ def lab(
     with _extra("demo"):
         from enlist.bench.lab import run_lab  # noqa: PLC0415 - of another extra
     url = None if database_url is None else parse_url(database_url)
-    _configure_logging(LogLevel.ERROR)  # that a job fails and a worker is lost is what it is about
+    configure_logging(LogLevel.ERROR)  # that a job fails and a worker is lost is what it is about
     facts = run_lab(url=url, repeat=repeat)
     typer.echo(facts.as_json() if as_json else facts.as_text())
     if not facts.right:
@@ -277,7 +212,7 @@ def enqueue(
     with _extra("demo"):
         from enlist.bench.enqueue import run_enqueue  # noqa: PLC0415 - of another extra
     url = None if database_url is None else parse_url(database_url)
-    _configure_logging(LogLevel.ERROR)
+    configure_logging(LogLevel.ERROR)
     facts = run_enqueue(url=url, repeat=repeat, bulk_jobs=bulk, long_jobs=long)
     typer.echo(facts.as_json() if as_json else facts.as_text())
 
@@ -292,7 +227,7 @@ def indexes(
     with _extra("demo"):
         from enlist.bench.indexes import run_indexes  # noqa: PLC0415 - of another extra
     url = None if database_url is None else parse_url(database_url)
-    _configure_logging(LogLevel.ERROR)
+    configure_logging(LogLevel.ERROR)
     facts = run_indexes(url=url, jobs=jobs)
     typer.echo(facts.as_json() if as_json else facts.as_text())
 
@@ -328,8 +263,27 @@ def claim(
     with _extra("demo"):
         from enlist.bench.claim import run_claim  # noqa: PLC0415 - of another extra
     url = None if database_url is None else parse_url(database_url)
-    _configure_logging(LogLevel.ERROR)
+    configure_logging(LogLevel.ERROR)
     facts = run_claim(url=url, repeat=repeat, claims=claims, scale=scale, states=state or (), stale=stale)
+    typer.echo(facts.as_json() if as_json else facts.as_text())
+
+
+@bench.command()
+def wake(
+    database_url: OwnDatabaseURL = None,
+    jobs: Annotated[
+        int, typer.Option(min=1, max=100_000, help="How many jobs to enqueue one by one, of each sort.")
+    ] = (300),
+    repeat: Annotated[int, typer.Option(min=1, max=1000, help="How many rounds of commits to measure.")] = 5,
+    seconds: Annotated[float, typer.Option(min=0.05, max=600, help="How long to commit, in each round.")] = 2.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure how soon an idle worker starts a job, how exactly at its time, and what waking costs the producers."""
+    with _extra("demo"):
+        from enlist.bench.wake import run_wake  # noqa: PLC0415 - of another extra
+    url = None if database_url is None else parse_url(database_url)
+    configure_logging(LogLevel.ERROR)
+    facts = run_wake(url=url, jobs=jobs, repeat=repeat, seconds=seconds)
     typer.echo(facts.as_json() if as_json else facts.as_text())
 
 
@@ -339,31 +293,3 @@ def _extra(name: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         raise ConfigurationError(f"{error.name} is missing here: pip install 'enlist[{name}]'") from error
-
-
-def _configure_logging(level: LogLevel) -> None:
-    """Log to standard error, unless the application has set up logging when it was imported; it knows better."""
-    number = logging.getLevelNamesMapping()[level.value.upper()]
-    # Debugging is for enlist: other libraries have much to say then, such as parameters.
-    logging.basicConfig(level=max(number, logging.INFO), format=LOG_FORMAT)
-    logging.getLogger("enlist").setLevel(number)
-
-
-def _end_soon(status: int) -> None:
-    """Have the process ended though some thread never returns.
-
-    The worker's own threads don't keep it, but the interpreter waits for others at its exit: such as those of
-    ``asyncio.to_thread``, which an async handler may have left something to do for ever.
-    """
-
-    def end() -> None:
-        time.sleep(LINGER_UNCLEAN_SECONDS if status else LINGER_SECONDS)
-        others = [
-            t.name for t in threading.enumerate() if t not in {threading.main_thread(), threading.current_thread()}
-        ]
-        logging.getLogger("enlist").warning("the process ends though threads still run: %s", ", ".join(others))
-        logging.shutdown()
-        sys.stdout.flush()
-        os._exit(status or 1)
-
-    threading.Thread(target=end, name="enlist-exit", daemon=True).start()

@@ -32,17 +32,21 @@ class Count:
     """Those queued whose time has come."""
     oldest_due: dt.timedelta | None = None
     """For how long the oldest of them has been due."""
+    overdue: int = 0
+    """Those running whose lease has ended: no worker renews it."""
 
-    def add(self, status: JobStatus, jobs: int, due: int, oldest_due: dt.timedelta | None) -> None:
+    def add(self, status: JobStatus, jobs: int, due: int, oldest_due: dt.timedelta | None, overdue: int) -> None:
         self.by_status[status] += jobs
         self.due += due
+        self.overdue += overdue
         if oldest_due is not None and (self.oldest_due is None or oldest_due > self.oldest_due):
             self.oldest_due = oldest_due
 
     def as_json(self, statuses: Iterable[JobStatus] = JobStatus) -> dict[str, Any]:
         seconds = None if self.oldest_due is None else round(self.oldest_due.total_seconds(), 3)
         counts = {status.value: self.by_status[status] for status in statuses}
-        return {**counts, "due": self.due, "oldest_due_seconds": seconds}
+        overdue = {"overdue": self.overdue} if JobStatus.RUNNING in counts else {}
+        return {**counts, "due": self.due, "oldest_due_seconds": seconds, **overdue}
 
 
 @dataclass
@@ -84,7 +88,7 @@ def read_status(
         if row.status is JobStatus.QUEUED:
             counts.append(kinds.setdefault(row.kind, Count()))
         for count in counts:
-            count.add(row.status, row.jobs, row.due, row.oldest_due_age)
+            count.add(row.status, row.jobs, row.due, row.oldest_due_age, row.overdue)
     unhandled = None if handled is None else sorted(kinds.keys() - set(handled))
     waiting = {queue for queue, count in queues.items() if count.by_status[JobStatus.QUEUED]}
     unserved = None if served is None else sorted(waiting - set(served))
@@ -108,6 +112,9 @@ def status_as_json(status: Status) -> str:
 def print_status(status: Status, console: Console) -> None:
     """Print tables for people."""
     console.print(_queue_table(status))
+    if status.total.overdue:
+        text = f"Running past the end of their lease, so no worker has them: {status.total.overdue:,}"
+        console.print(Text(text, style="bold red"))
     if not status.queued_kinds:
         console.print("No jobs are queued.")
         return

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 import sqlalchemy as sa
 from sqlalchemy.orm.attributes import set_committed_value
 
+from enlist._cancelling import cancel_by_conditions, cancel_by_ids, messages_of, refuse_own
 from enlist._driver import constraint_name, is_autocommit
 from enlist._options import MAX_INTEGER, Duration, as_timedelta, check_integer, shown
-from enlist._staging import flush_staged, note_write
+from enlist._staging import RUNNING, flush_staged, note_write
 from enlist._statements import PLAIN
 from enlist._writing import notify_in_time, unbound_error
 from enlist.exceptions import InvalidOption, SessionError, UniqueKeyContended
@@ -43,6 +44,12 @@ class Changes:
 
     changed: list[uuid.UUID] = field(default_factory=list)
     """The jobs that were changed, in the order of their ids."""
+    asked: list[uuid.UUID] = field(default_factory=list)
+    """The running jobs whose rows their handlers have locked (``cancel`` alone), in the order of their ids.
+
+    Nothing is written of them: once the session has committed, their workers are asked to give them up, and then write
+    that they are cancelled. A job that ends before its worker hears of it stays what it has become.
+    """
     superseded: list[uuid.UUID] = field(default_factory=list)
     """The jobs that were not queued again, since another holds their unique key (``retry`` alone); by id."""
     unchanged: dict[uuid.UUID, JobStatus] = field(default_factory=dict)
@@ -75,12 +82,18 @@ def change(
             " them, in one transaction; use an engine without isolation_level='AUTOCOMMIT' for this session"
         )
     unchanged: dict[uuid.UUID, JobStatus] = {}
-    ids = picked.ids
-    if ids is None:
-        free = [] if limit is None or command.free is None else [command.free]
-        found = target.statements.picked(command.fits, [*free, *picked.conditions], limit)
-        ids = list(connection.execute(found, execution_options=PLAIN).scalars())
-    rows = _run(connection, target, command, ids, parameters) if ids else []
+    held: dict[uuid.UUID, int] = {}
+    if command is target.statements.cancel:
+        rows, held = _cancel(session, connection, target, picked, limit)
+    else:
+        ids = picked.ids
+        if ids is None:
+            free = [] if limit is None or command.free is None else [command.free]
+            found = target.statements.picked(command.fits, [*free, *picked.conditions], limit)
+            ids = list(connection.execute(found, execution_options=PLAIN).scalars())
+        if command is target.statements.cancel_waiting:
+            refuse_own(session.info.get(RUNNING), ids)
+        rows = _run(connection, target, command, ids, parameters) if ids else []
     verdicts: dict[str, list[uuid.UUID]] = {"changed": [], "superseded": []}
     queues: set[str] = set()
     for row in sorted(rows, key=lambda row: row.id):
@@ -90,12 +103,24 @@ def change(
             verdicts[row.verdict].append(row.id)
         if row.woken is not None:
             queues.add(row.woken)
-    if rows:
-        notify_in_time(session, connection, target, queues)
-        note_write(session, target, connection, queues)
+    if rows or held:
+        fenced = {row.id: row.token for row in rows if getattr(row, "token", None) is not None}
+        messages = messages_of(fenced | held)
+        notify_in_time(session, connection, target, queues, messages, asking=bool(held))
+        note_write(session, target, connection, queues, messages)
     _refresh(session, target, connection, verdicts["changed"])
-    known = {row.id for row in rows}
-    return Changes(**verdicts, unchanged=unchanged, missing=[id_ for id_ in picked.ids or [] if id_ not in known])
+    known = {row.id for row in rows} | held.keys()
+    missing = [job_id for job_id in picked.ids or [] if job_id not in known]
+    return Changes(**verdicts, asked=sorted(held), unchanged=unchanged, missing=missing)
+
+
+def _cancel(
+    session: Session, connection: sa.Connection, target: Target, picked: _Picked, limit: int | None
+) -> tuple[list[Any], dict[uuid.UUID, int]]:
+    own = session.info.get(RUNNING)
+    if picked.ids is not None:
+        return cancel_by_ids(connection, target.statements, picked.ids, own)
+    return cancel_by_conditions(connection, target.statements, picked.conditions, limit, own)
 
 
 def _run(

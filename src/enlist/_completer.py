@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import datetime as dt
 import logging
+import math
 import threading
 import time
+import weakref
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 
+from enlist._driver import brief
 from enlist._loop import Loop
+from enlist.events import EventName, Events
 from enlist.models import JobStatus
 
 if TYPE_CHECKING:
@@ -22,7 +26,7 @@ if TYPE_CHECKING:
     from enlist._leases import Leases
     from enlist._slots import Run
 
-__all__ = ["Completer", "Settlement", "log_lost", "parameters_of"]
+__all__ = ["Completer", "Settlement", "parameters_of"]
 
 logger = logging.getLogger("enlist.worker")
 
@@ -31,7 +35,8 @@ T = TypeVar("T")
 BATCH: Final = 500
 IDLE_SECONDS: Final = 1.0
 LOCKED_SECONDS: Final = 0.02
-"""How long to wait before another try at a row that somebody has locked."""
+LONGEST_LOCKED_SECONDS: Final = 1.0
+"""How long to wait before another try at a row that somebody has locked: at first, and at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,17 @@ class Settlement:
     """The job's last error, if this is one."""
     entry: str | None = None
     """The same for the list of errors, as JSON."""
+    exception: BaseException | None = None
+    """What the handler raised, for the listeners."""
+
+    @property
+    def event(self) -> EventName:
+        """What is told of it."""
+        if self.status is not JobStatus.QUEUED:
+            return EventName.DEAD if self.status is JobStatus.DEAD else EventName.CANCELLED
+        if not self.returned:
+            return EventName.RETRIED
+        return EventName.RELEASED if self.delay is None else EventName.SNOOZED
 
 
 class Completer:
@@ -59,28 +75,47 @@ class Completer:
     """
 
     def __init__(
-        self, database: Database, leases: Leases, due_in: Callable[[float], None], freed: Callable[[], None]
+        self,
+        database: Database,
+        leases: Leases,
+        due_in: Callable[[float, str], None],
+        freed: Callable[[], None],
+        events: Events | None = None,
     ) -> None:
-        """:param due_in: told in how many seconds a job is due again; :param freed: told that a key has a slot free."""
+        """Make it.
+
+        :param due_in: told in how many seconds a job is due again, and in which queue.
+        :param freed: told that a key has a slot free.
+        """
         self._database = database
         self._leases = leases
         self._due_in = due_in
         self._freed = freed
+        self._events = events or Events()
+        self._news: list[tuple[EventName, Run, Settlement | None]] = []
+        """What was written and is not yet told to the listeners."""
         self._done: deque[Run] = deque()
         self._settled: deque[Settlement] = deque()
+        self._fenced: deque[Run] = deque()
         self._writing = threading.Lock()
-        self._locked = False
+        self._locked: list[tuple[float, deque[Any], Any]] = []
+        """The endings whose rows somebody has locked: when each is tried again, and the line that it is from."""
+        self._pauses: weakref.WeakKeyDictionary[Run, float] = weakref.WeakKeyDictionary()
+        self._try_all = False
         self.loop = Loop("completion", self.step, IDLE_SECONDS)
 
     def complete(self, run: Run) -> None:
         """Set a job done whose handler had nothing to commit."""
         run.ended = True
+        run.finished = run.finished or time.monotonic()
         self._done.append(run)
         self.loop.wake()
 
     def settle(self, settlement: Settlement) -> None:
         """Write another ending."""
-        settlement.run.ended = True
+        run = settlement.run
+        run.ended = True
+        run.finished = run.finished or time.monotonic()
         self._settled.append(settlement)
         self.loop.wake()
 
@@ -88,22 +123,89 @@ class Completer:
         """Give a job back that was never started, its attempt with it."""
         self.settle(Settlement(run, JobStatus.QUEUED, returned=1))
 
+    def returned(self) -> None:
+        """Try at once what was locked: a handler has come back that was given up, and its row's lock is gone."""
+        self._try_all = True
+        self.loop.wake()
+
+    def fenced(self, run: Run) -> None:
+        """Find out why an attempt could not commit, and say so. To be called when it has been abandoned."""
+        self._fenced.append(run)
+        self.loop.wake()
+
+    def cancelled(self, run: Run) -> None:
+        """Say, once for a run, that its job was cancelled while it ran. To be called when it has been abandoned."""
+        logger.info(
+            "%s was cancelled: nothing of this attempt is committed", run, extra=run.extra(event=EventName.CANCELLED)
+        )
+        self._events.emit(EventName.CANCELLED, run)
+
+    def lost(self, run: Run, why: str = "its lease was lost") -> None:
+        """Say, once for a run, that its attempt was for nothing. To be called when it has been abandoned."""
+        logger.warning(
+            "%s: %s, nothing of this attempt is committed", run, why, extra=run.extra(event=EventName.LEASE_LOST)
+        )
+        self._events.emit(EventName.LEASE_LOST, run, error=why)
+
     @property
     def empty(self) -> bool:
         """Whether all is written."""
-        if self._done or self._settled:
+        if self._done or self._settled or self._locked:
             return False
         with self._writing:
-            return not (self._done or self._settled)
+            return not (self._done or self._settled or self._locked)
 
     def step(self) -> float:
-        with self._writing:
-            self._locked = False
-            self._write_done()
-            self._write_settled()
-        if self._locked:
-            return LOCKED_SECONDS
-        return 0.0 if self._done or self._settled else IDLE_SECONDS
+        try:
+            with self._writing:
+                self._take_up()
+                self._write_done()
+                self._write_settled()
+            self._explain()
+        finally:
+            self._tell()
+        if self._done or self._settled or self._fenced:
+            return 0.0
+        now = time.monotonic()
+        return max(0.0, min((due - now for due, *_ in self._locked), default=IDLE_SECONDS))
+
+    def _take_up(self) -> None:
+        """Try again what was locked and is due."""
+        now = math.inf if self._try_all else time.monotonic()
+        self._try_all = False
+        locked, self._locked = self._locked, []
+        for due, line, item in locked:
+            if due <= now:
+                line.append(item)
+            else:
+                self._locked.append((due, line, item))
+
+    def _put_off(self, run: Run, line: deque[Any], item: Any) -> None:
+        """Try later: somebody has locked the row, for a moment or for as long as a handler works."""
+        pause = min(self._pauses.get(run, LOCKED_SECONDS / 2) * 2, LONGEST_LOCKED_SECONDS)
+        self._pauses[run] = pause
+        self._locked.append((time.monotonic() + pause, line, item))
+
+    def _explain(self) -> None:
+        """Say why attempts could not commit."""
+        runs = _first(self._fenced)
+        states = self._states(runs)
+        _remove(self._fenced, len(runs))
+        for run in runs:
+            if states.get(run.id) == (run.token + 1, JobStatus.CANCELLED):
+                self.cancelled(run)
+            else:
+                self.lost(run)
+
+    def _tell(self) -> None:
+        """Tell what was written. Not under the lock: a listener may look at the worker, or stop it."""
+        news, self._news = self._news, []
+        for name, run, settlement in news:
+            if settlement is None:
+                self._events.emit(name, run)
+            else:
+                error = settlement.error if settlement.exception is None else None
+                self._events.emit(name, run, delay=settlement.delay, exception=settlement.exception, error=error)
 
     def flush(self, timeout: float) -> bool:
         """Wait until all is written; return whether it is, after at most ``timeout`` seconds."""
@@ -124,12 +226,14 @@ class Completer:
         _remove(self._done, len(runs))
         for run in runs:
             token, status = states.get(run.id, (None, None))
-            # Done with our token: written before, and the answer was lost.
-            if run.id in written or run in refused or (token == run.token and status is JobStatus.DONE):
+            if run in refused:
                 self._leases.drop(run)
+            # Done with our token: written before, and the answer was lost.
+            elif run.id in written or (token == run.token and status is JobStatus.DONE):
+                self._leases.drop(run)
+                self._news.append((EventName.DONE, run, None))
             elif token == run.token:
-                self._done.append(run)
-                self._locked = True
+                self._put_off(run, self._done, run)
             else:
                 self._lost(run)
         if any(run.keyed for run in runs):
@@ -147,13 +251,17 @@ class Completer:
             token, status = states.get(run.id, (None, None))
             if run.id in written or (token == run.token + 1 and status is settlement.status):
                 self._leases.drop(run)
+                self._news.append((settlement.event, run, settlement))
                 if settlement.status is JobStatus.QUEUED:
-                    self._due_in((settlement.delay or dt.timedelta(0)).total_seconds())
+                    self._due_in((settlement.delay or dt.timedelta(0)).total_seconds(), run.queue)
             elif settlement in refused:
                 self._leases.drop(run)
+            elif token == run.token and status is JobStatus.DONE:
+                # Given up at the very moment in which its COMMIT went through.
+                self._leases.drop(run)
+                self._news.append((EventName.DONE, run, None))
             elif token == run.token:
-                self._settled.append(settlement)
-                self._locked = True
+                self._put_off(run, self._settled, settlement)
             else:
                 self._lost(run)
         if any(settlement.run.keyed for settlement in batch):
@@ -162,7 +270,7 @@ class Completer:
     def _lost(self, run: Run) -> None:
         self._leases.drop(run)
         if run.abandon("lease lost"):
-            log_lost(run)
+            self._fenced.append(run)
 
     def _write(self, write: Callable[[list[T]], set[object]], items: list[T]) -> tuple[set[object], list[T]]:
         """Write endings; the ids of the jobs that were, and the endings that the server refuses, say by a trigger.
@@ -177,7 +285,12 @@ class Completer:
             if len(items) == 1:
                 (item,) = items
                 run = item.run if isinstance(item, Settlement) else cast("Run", item)
-                logger.exception("%s: the server refuses how it ended, it is left to the end of its lease", run)
+                logger.error(  # noqa: TRY400 (a traceback would quote the parameters)
+                    "%s: the server refuses how it ended, it is left to the end of its lease: %s",
+                    run,
+                    brief(error),
+                    extra=run.extra(),
+                )
                 return set(), items
         parts = [self._write(write, [item]) for item in items]
         return set().union(*(written for written, _ in parts)), [item for _, refused in parts for item in refused]
@@ -216,11 +329,6 @@ def parameters_of(batch: list[Settlement]) -> dict[str, list[Any]]:
         "errors": [s.error for s in batch],
         "entries": [s.entry for s in batch],
     }
-
-
-def log_lost(run: Run) -> None:
-    """Say that an attempt's work was for nothing."""
-    logger.warning("%s: its lease was lost, nothing of this attempt is committed", run, extra={"job_id": str(run.id)})
 
 
 def _first(items: deque[T]) -> list[T]:

@@ -34,6 +34,7 @@ COLUMNS: Final = (
     "max_attempts",
     "priority",
     "ordered",
+    "payload_version",
     "concurrency_key",
     "concurrency_limit",
     "meta",
@@ -156,7 +157,7 @@ def _lines(jobs: list[StagedJob], created_at: dt.datetime | None) -> Iterator[st
         if job.options is not options:
             options = job.options
             names = f"{_text(options.kind)}\t{_text(options.queue)}"
-            start = f"{names}\t{options.max_attempts}\t{options.priority}\t{options.ordered}"
+            start = f"{names}\t{options.max_attempts}\t{options.priority}\t{options.ordered}\t{options.version}"
         if job.call is not call:
             call = job.call
             key, limit = call.concurrency_key, call.concurrency_limit

@@ -2,24 +2,44 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
 
+import psycopg
 import sqlalchemy as sa
+from sqlalchemy import event
+from sqlalchemy.exc import OperationalError
 
 from enlist._statements import Statements, statements_for
+from enlist._watchdog import NoAnswer, Watchdog, Watched
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from enlist.models import JobRecordMixin
 
 __all__ = ["Database"]
 
+SHORTEST_SECONDS: Final = 1.0
+LONGEST_SECONDS: Final = 15.0
+
+CONNECTING: Final = "enlist: connecting"
+
+SEARCHES: Final = ("claim", "claim_among", "claim_limited", "look", "notify_of_keys", "reap")
+"""Statements that may read much: they get twice the time. What is always cut off never comes to an end."""
+
 
 class Database:
-    """Runs the worker's statements, each in a transaction of its own, READ COMMITTED whatever the server's default."""
+    """Runs the worker's statements, each in a transaction of its own, READ COMMITTED whatever the server's default.
 
-    def __init__(self, engine: sa.Engine, record: type[JobRecordMixin]) -> None:
+    Each ends in bounded time, whatever the server and the network do: after a quarter of the lease, 1 second at least
+    and 15 at most, it is cancelled, and its connection cut if that brings no answer. So a heartbeat that got stuck is
+    tried again before the lease ends.
+
+    :param lease: the worker's lease in seconds; default none, then statements may take for ever.
+    """
+
+    def __init__(self, engine: sa.Engine, record: type[JobRecordMixin], *, lease: float | None = None) -> None:
         self.engine = engine
         self.record = record
         table = sa.inspect(record).local_table
@@ -29,21 +49,82 @@ class Database:
         # One round trip a statement; a transaction of its own is begun only where the server would otherwise run
         # it at another level: SKIP LOCKED raises serialization errors above READ COMMITTED.
         self._single = engine
+        self.seconds = LONGEST_SECONDS if lease is None else min(max(lease / 4, SHORTEST_SECONDS), LONGEST_SECONDS)
+        """How long a statement may take."""
+        self._watchdog = None if lease is None else Watchdog(self.seconds)
+        if self._watchdog is not None:
+            # Before all other listeners, among them the one with which SQLAlchemy asks who the server is.
+            event.listen(engine, "connect", self._connected, insert=True)
+            event.listen(engine, "checkout", self._checked_out)
+        self._searches = {getattr(self.statements, name) for name in SEARCHES}
 
     def open(self) -> None:
         """Connect, and look which isolation level a single statement gets."""
-        with self.engine.connect() as connection:
+        with self.connection() as connection:
             level = connection.exec_driver_sql("SHOW default_transaction_isolation").scalar_one()
         self._single = self.engine if level == "read committed" else self._explicit
 
     def execute(self, statement: sa.Executable, parameters: Mapping[str, Any]) -> Sequence[sa.Row[Any]]:
         """Run one statement in a transaction of its own and return its rows."""
-        with self._single.begin() as connection:
+        seconds = self.seconds * 2 if statement in self._searches else self.seconds
+        with self._connection(self._single, seconds) as connection, connection.begin():
             return connection.execute(statement, parameters).all()
 
-    def transaction(self) -> Any:
-        """A context manager with a connection in an explicit transaction."""
-        return self._explicit.begin()
+    @contextmanager
+    def transaction(self) -> Iterator[sa.Connection]:
+        """A connection in an explicit transaction, for as long as a search may take."""
+        with self._connection(self._explicit, self.seconds * 2) as connection, connection.begin():
+            yield connection
+
+    @contextmanager
+    def connection(self) -> Iterator[sa.Connection]:
+        """A connection in AUTOCOMMIT mode, for as long as a search may take."""
+        with self._connection(self.engine, self.seconds * 2) as connection:
+            yield connection
+
+    @contextmanager
+    def watch(self, connection: object, seconds: float | None = None) -> Iterator[Watched | None]:
+        """Have what is done with a driver's connection end in time, if it is psycopg's.
+
+        :param seconds: default :attr:`seconds`.
+        :raises NoAnswer: it did not.
+        """
+        if self._watchdog is None or not isinstance(connection, psycopg.Connection):
+            yield None
+        else:
+            with self._watchdog.watch(connection, self.seconds if seconds is None else seconds) as watched:
+                yield watched
+
+    @contextmanager
+    def _connection(self, engine: sa.Engine, seconds: float) -> Iterator[sa.Connection]:
+        with engine.connect() as connection:
+            try:
+                with self.watch(connection.connection.driver_connection, seconds) as watched:
+                    yield connection
+            except NoAnswer as error:
+                connection.invalidate(error)
+                raise OperationalError(None, None, error, connection_invalidated=True) from error.__cause__
+            if watched is not None and watched.cancelled:  # done at that very moment
+                connection.invalidate()
+
+    def _connected(self, connection: Any, record: Any) -> None:
+        if self._watchdog is not None:
+            record.info[CONNECTING] = self._watchdog.begin(connection, self.seconds)
+
+    def _checked_out(self, _connection: object, record: Any, _proxy: object) -> None:
+        if self._watchdog is not None and (watched := record.info.pop(CONNECTING, None)) is not None:
+            self._watchdog.end(watched)
+
+    def hurry(self, seconds: float, thread_id: int | None = None) -> None:
+        """From now on no statement takes longer than this, those under way included: the worker stops.
+
+        :param thread_id: then only the one that this thread waits for.
+        """
+        if self._watchdog is not None:
+            self._watchdog.hurry(seconds, thread_id)
 
     def close(self) -> None:
+        """Close the connections; cut those that still wait for an answer."""
+        if self._watchdog is not None:
+            self._watchdog.close()
         self.engine.dispose()

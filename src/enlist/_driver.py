@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Final
 
 import psycopg
@@ -15,6 +16,8 @@ __all__ = [
     "constraint_name",
     "is_autocommit",
     "is_known_autocommit",
+    "is_outage",
+    "is_read_only",
     "is_transaction_failed",
     "is_transaction_over",
     "server_message",
@@ -96,6 +99,27 @@ def sqlstate(error: BaseException) -> str | None:
     return None
 
 
+READ_ONLY: Final = "25006"
+"""The server, or its transactions, are read-only."""
+
+
+def is_read_only(error: BaseException) -> bool:
+    """Whether an error says that the server cannot be written to: after a failover it is the old primary."""
+    return sqlstate(error) == READ_ONLY
+
+
+def is_outage(error: BaseException) -> bool:
+    """Whether an error is about the connection or the server's state, and another try may do: not a refusal.
+
+    That is a connection lost or not made, a timeout, too many connections, a wrong password, a server that starts,
+    stops or is read-only. (:class:`~sqlalchemy.exc.TimeoutError` is the pool's.)
+    """
+    if isinstance(error, sa.exc.DBAPIError):
+        outage = isinstance(error, (sa.exc.OperationalError, sa.exc.InterfaceError))
+        return outage or error.connection_invalidated or is_read_only(error)
+    return isinstance(error, (OSError, sa.exc.TimeoutError))
+
+
 def constraint_name(error: BaseException) -> str | None:
     """Return the constraint or unique index that a database error is about; None if it is about none."""
     for cause in _origins(error):
@@ -118,10 +142,17 @@ def server_message(error: sa.exc.DBAPIError) -> str:
     """Return a database error's own text without what may be anybody's data.
 
     The server's first line is its message; the others may quote a row (DETAIL) or the statement (LINE 1). Without a
-    SQLSTATE the text is the driver's, of a connection: it is kept whole.
+    SQLSTATE the text is the driver's, of a connection: it is kept whole, in one line. What is wrong with a value
+    (class 22) is told with the value in quotes.
     """
-    text = str(error.orig).strip()
-    return text if sqlstate(error) is None else text.partition("\n")[0]
+    text, code = str(error.orig).strip(), sqlstate(error)
+    if code is None:
+        return " ".join(text.split())
+    line = text.partition("\n")[0]
+    return _QUOTED.sub('"..."', line) if code.startswith("22") else line
+
+
+_QUOTED: Final = re.compile(r'".*"|".*$')
 
 
 def trace(error: BaseException) -> BaseException | None:
@@ -131,7 +162,9 @@ def trace(error: BaseException) -> BaseException | None:
 
 def _origins(error: BaseException) -> Iterator[BaseException]:
     seen: BaseException | None = error
-    while seen is not None:
+    known: set[int] = set()
+    while seen is not None and id(seen) not in known:  # a chain may be a circle
+        known.add(id(seen))
         yield seen
         # DBAPIError.orig is the adapted error; asyncpg's own, with the code, is the adapted one's cause.
         seen = seen.orig if isinstance(seen, sa.exc.DBAPIError) else seen.__cause__

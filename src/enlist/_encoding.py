@@ -85,16 +85,18 @@ def _is_plainly_equal(payload: BaseModel, read: BaseModel) -> bool:
 
 
 def decode_model(payload_type: type[ModelT], stored: dict[str, Any]) -> ModelT:
-    """Return a stored payload as a model. See :func:`enlist.payload.decode`."""
+    """Return a stored payload as a model.
+
+    :raises PayloadError: it does not fit; the message has the reasons alone, see :func:`enlist.payload.decode`.
+    """
     try:
         # As JSON, not as Python values: a strict model takes a string for a UUID only there.
         read = payload_type.__pydantic_validator__.validate_json(json.dumps(stored))
     except ValidationError as error:
         # from None: pydantic's own text has the payload's values.
-        raise PayloadError(f"payload does not fit {payload_type.__name__}: {describe_invalid(error)}") from None
+        raise PayloadError(describe_invalid(error)) from None
     except Exception as error:  # of an application's own validator, such as one that needs a context
-        reason = f"reading it raised {type(error).__name__}"
-        raise PayloadError(f"payload does not fit {payload_type.__name__}: {reason}") from error
+        raise PayloadError(f"reading it raised {type(error).__name__}") from error
     return cast("ModelT", read)
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import socket
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, TypeAlias, cast
@@ -22,7 +21,8 @@ from sqlalchemy.ext.asyncio import (
 )
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
-from enlist._driver import shown_url
+from enlist._connecting import CONNECTING, Connecting, drop_read_only, set_up
+from enlist._driver import is_read_only, shown_url
 from enlist._session import GuardedSession, guarded
 from enlist.exceptions import ConfigurationError
 
@@ -53,11 +53,25 @@ HOUSEKEEPING_CONNECTIONS: Final = 5
 HANDLERS_SESSION: Final[dict[str, Any]] = {"autobegin": True, "close_resets_only": False}
 """It begins by itself, at its first use: a handler may not call begin(). After the attempt it cannot be used again."""
 
+CHECKOUT_SECONDS: Final = 5.0
+"""How long a loop waits for one of them. There is one for each, so somebody holds on to more than his own."""
+
 PREPARE_THRESHOLD: Final = 5
 """psycopg's default."""
 
-KEEPALIVE: Final = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
-"""Seconds, seconds, probes, milliseconds: a connection whose other end has vanished is noticed within half a minute."""
+ASYNCPGS_CACHES: Final = ("prepared_statement_cache_size", "statement_cache_size")
+
+ASYNCPG_ONLY: Final = frozenset(
+    {
+        *ASYNCPGS_CACHES,
+        "command_timeout",
+        "max_cacheable_statement_size",
+        "max_cached_statement_lifetime",
+        "prepared_statement_name_func",
+        "timeout",
+    }
+)
+"""What asyncpg and its dialect are told of how they work: a psycopg connection to the same database needs none."""
 
 
 class SyncSessions:
@@ -92,7 +106,7 @@ class SyncSessions:
         finally:
             if self._scoped is not None:
                 self._scoped.registry.clear()
-            _discard(session)
+            _discard(session, sys.exception())
 
     def close(self) -> None:
         """Close the connections of an engine that was made here."""
@@ -130,11 +144,12 @@ class AsyncSessions:
         return session
 
     async def discard(self, session: AsyncSession) -> None:
-        """Roll back what is not committed and give the connection back."""
+        """Roll back what is not committed and give the connection back. To be called in a ``finally`` block."""
+        error = sys.exception()
         if self._scoped is not None:
             self._scoped.registry.clear()
         # A cancellation at this moment, since the lease is lost say, must not lose the connection.
-        await asyncio.shield(asyncio.create_task(session.run_sync(_discard)))
+        await asyncio.shield(asyncio.create_task(session.run_sync(_discard, error)))
 
     async def close(self) -> None:
         """Close the engine's connections."""
@@ -157,10 +172,16 @@ def _copy(source: AsyncEngine) -> AsyncEngine:
     return AsyncEngine(engine)
 
 
-def _discard(session: Session) -> None:
+def _discard(session: Session, error: BaseException | None) -> None:
+    """End a session after its attempt, which this error has ended."""
     guard = cast("GuardedSession", session).guard
     if guard is not None:
         guard.ours = True
+    if error is not None and is_read_only(error):
+        # The pool would give it to the next handler, and so on for as long as the process lives.
+        session.invalidate()
+        if isinstance(error, sa.exc.DBAPIError):
+            error.connection_invalidated = True
     session.close()
 
 
@@ -204,7 +225,7 @@ def async_sessions(bind: Bind, async_bind: Bind | None, slots: int) -> AsyncSess
     return AsyncSessions(create_async_engine(url, connect_args=arguments, pool_size=slots, **options))
 
 
-def housekeeping_engine(bind: Bind, sync_bind: Bind | None) -> sa.Engine:
+def housekeeping_engine(bind: Bind, sync_bind: Bind | None, keyword: str = "sync_bind") -> sa.Engine:
     """An engine for the worker's own statements, with connections apart from those that handlers use.
 
     From a psycopg engine it takes over how connections are made (arguments, ``creator``, listeners); else it is
@@ -213,20 +234,50 @@ def housekeeping_engine(bind: Bind, sync_bind: Bind | None) -> sa.Engine:
     """
     source = engine_of(bind if sync_bind is None else sync_bind)
     if isinstance(source, sa.Engine) and source.dialect.driver == "psycopg" and not source.dialect.is_async:
-        old = cast("Any", source.pool)
-        pool = sa.QueuePool(old._creator, pool_size=HOUSEKEEPING_CONNECTIONS, max_overflow=5, _dispatch=old.dispatch)
-        engine = sa.create_engine(source.url, isolation_level="AUTOCOMMIT", pool=pool)
-        if _has_creator(old):
-            event.listen(engine, "close", _restore_connection)
-            event.listen(engine, "close_detached", _restore_connection)
+        url, old = source.url, cast("Any", source.pool)
+        make = old._invoke_creator if _has_creator(old) else _sqlalchemys_creator(source)
+        listeners: dict[str, Any] = {"_dispatch": old.dispatch}
     else:
-        url, arguments = _derivable(source, "sync_bind")
-        engine = sa.create_engine(
-            url, connect_args=arguments, isolation_level="AUTOCOMMIT", pool_size=HOUSEKEEPING_CONNECTIONS
-        )
-    event.listen(engine, "connect", _set_up_connection)
+        url, arguments = _derivable(source, keyword)
+        old = cast("Any", sa.create_engine(url, connect_args=arguments, poolclass=sa.NullPool).pool)
+        make, listeners = old._creator, {}
+    pool = sa.QueuePool(
+        Connecting(make),
+        pool_size=HOUSEKEEPING_CONNECTIONS,
+        max_overflow=HOUSEKEEPING_CONNECTIONS,
+        timeout=CHECKOUT_SECONDS,
+        **listeners,
+    )
+    engine = sa.create_engine(url, isolation_level="AUTOCOMMIT", pool=pool)
+    if listeners and _has_creator(old):
+        event.listen(engine, "close", _restore_connection)
+        event.listen(engine, "close_detached", _restore_connection)
+    event.listen(engine, "connect", set_up)
+    drop_read_only(engine)
     tables = source.get_execution_options().get("schema_translate_map")
     return engine if tables is None else engine.execution_options(schema_translate_map=tables)
+
+
+def _sqlalchemys_creator(source: sa.Engine) -> Callable[[Any], Any]:
+    """Make connections as the engine does, its listeners too, but give up a server that does not answer."""
+    given = _closure(cast("Any", source.pool)._creator)["cparams"]
+    dialect = cast("Any", source.dialect)
+
+    def make(record: Any) -> Any:
+        positional, _ = dialect.create_connect_args(source.url)
+        # A copy each time: a listener may put the password of the hour into it.
+        arguments = {**_unless_given(source.url), **given}
+        for listener in dialect.dispatch.do_connect:
+            if (made := listener(dialect, record, positional, arguments)) is not None:
+                return made
+        return dialect.connect(*positional, **arguments)
+
+    return make
+
+
+def _unless_given(url: sa.URL) -> dict[str, Any]:
+    """How long connecting and a silent server are put up with, where the URL does not say."""
+    return {name: value for name, value in CONNECTING.items() if name not in url.query}
 
 
 def engine_of(bind: Bind) -> sa.Engine | AsyncEngine:
@@ -277,18 +328,25 @@ def _derivable(engine: sa.Engine | AsyncEngine, keyword: str) -> tuple[sa.URL, d
     pool = cast("Any", sync.pool)
     psycopg = sync.dialect.driver in {"psycopg", "psycopg_async"}
     arguments: dict[str, Any] = {}
+    url = sync.url
     lost = []
     if _has_creator(pool):
         lost.append("its creator")
     else:
         # What create_engine() was given as connect_args is kept nowhere else.
         given = _closure(pool._creator).get("cparams", {})
-        _, from_url = sync.dialect.create_connect_args(sync.url)
+        _, from_url = sync.dialect.create_connect_args(url)
         arguments = {name: value for name, value in given.items() if name not in from_url}
-        if not psycopg:
-            lost += [f"connect_args[{name!r}]" for name in arguments]
+    derived = _unless_given(url)
+    if sync.dialect.driver == "asyncpg":
+        sizes = [{**url.query, **arguments}.get(name) for name in ASYNCPGS_CACHES]
+        if "0" in map(str, sizes):  # as behind a pooler, where a prepared statement may be on another connection
+            derived["prepare_threshold"] = None
+        arguments = {name: value for name, value in arguments.items() if name not in ASYNCPG_ONLY}
+        url = url.difference_update_query(ASYNCPG_ONLY)
     if not psycopg:
-        lost += [f"the URL's {name}" for name in sync.url.query if name not in {"host", "port", "user", "database"}]
+        lost += [f"connect_args[{name!r}]" for name in arguments]
+        lost += [f"the URL's {name}" for name in url.query if name not in {"host", "port", "user", "database"}]
     listeners = [*cast("Any", sync.dialect).dispatch.do_connect, *pool.dispatch.connect]
     lost += [f"its listener {function!r}" for function in listeners if not _is_sqlalchemys(function)]
     if lost:
@@ -296,7 +354,7 @@ def _derivable(engine: sa.Engine | AsyncEngine, keyword: str) -> tuple[sa.URL, d
             f"the engine of {shown_url(sync.url)} is more than its URL ({', '.join(lost)}), so no psycopg engine can be"
             f" derived from it: give the worker one as {keyword}="
         )
-    return sync.url.set(drivername=DRIVER), arguments
+    return url.set(drivername=DRIVER), derived | arguments
 
 
 def _has_creator(pool: Any) -> bool:
@@ -321,16 +379,6 @@ def _check_pool_of_handlers(engine: sa.Engine) -> None:
             f"the engine of {shown_url(engine.url)} has a {type(engine.pool).__name__}, which does not give each"
             " handler a connection of its own: use the default pool, or a NullPool"
         )
-
-
-def _set_up_connection(connection: Any, _record: object) -> None:
-    connection.prepare_threshold = None
-    with socket.socket(fileno=os.dup(connection.fileno())) as duplicate:
-        if duplicate.family in (socket.AF_INET, socket.AF_INET6):
-            duplicate.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for name, value in KEEPALIVE.items():
-                if hasattr(socket, name):
-                    duplicate.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _restore_connection(connection: Any, _record: object = None) -> None:

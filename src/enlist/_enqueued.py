@@ -80,7 +80,7 @@ class Wanted:
         if self._type is None:
             return all(job.payload.get(name, _MISSING) == value for name, value in self._fields.items())
         try:
-            payload = decode(self._type, job.payload)
+            payload = decode(self._type, job.payload, job.payload_version)
         except PayloadError:
             return False
         return all(getattr(payload, name, _MISSING) == value for name, value in self._fields.items())

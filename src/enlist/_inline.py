@@ -22,8 +22,9 @@ from sqlalchemy.orm import Session
 from enlist._attempt import call_async, call_plain, ending, failure, job_of, reruns, timed_out
 from enlist._completer import Settlement, parameters_of
 from enlist._driver import is_autocommit, is_transaction_over
+from enlist._finish import finish
 from enlist._joined import discard, join, join_async
-from enlist._session import Guard, finish
+from enlist._session import Guard
 from enlist._slots import Run
 from enlist._statements import NO_MARKS, ahead, keys, statements_for
 from enlist.exceptions import ConfigurationError, EnlistError, LeaseLost, SessionError
@@ -180,8 +181,9 @@ class Inline:
                 "lease": LEASE,
             }
             rows: Sequence[sa.Row[Any]] = connection.execute(self._statements.claim, parameters).all()
-            if rows and rows[0].id is None:
+            if any(row.id is None and row.kind == "keyed" for row in rows):
                 rows = self._claim_with_keyed(parameters)
+            rows = [row for row in rows if row.id is not None]
             if rows:
                 return Run.of(rows[0], self._handlers[rows[0].kind], math.inf)
         return None
@@ -191,7 +193,8 @@ class Inline:
         connection = self._connection()
         seen = [row for row in connection.execute(self._statements.look, parameters) if row.part == "job"]
         told = {**parameters, **ahead(seen), "look_first": False}
-        return connection.execute(self._statements.claim, told).all() or (self._claim_keyed(seen, told) if seen else [])
+        rows = [row for row in connection.execute(self._statements.claim_among, told) if row.id is not None]
+        return rows or (self._claim_keyed(seen, told) if seen else [])
 
     def _claim_keyed(self, seen: Sequence[sa.Row[Any]], parameters: dict[str, Any]) -> Sequence[sa.Row[Any]]:
         connection = self._connection()
@@ -279,7 +282,7 @@ class Inline:
             return None
 
     def _guard(self, run: Run) -> Guard:
-        return Guard(self._statements, self._record, run.id, run.token, lease=LEASE, hold_lock=run.handler.hold_lock)
+        return Guard(self._statements, self._record, run, lease=LEASE)
 
     def _enter(self, session: Session | AsyncSession | None) -> None:
         """Have the application's scoped_session give the handler's session, as a worker does."""

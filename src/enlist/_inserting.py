@@ -310,6 +310,8 @@ def _as_json(rows: list[Row], created_at: dt.datetime | None) -> dict[str, Any]:
             )
         call = row.job.call
         more = "" if call is NO_OPTIONS and latest.call is NO_OPTIONS else _call_members(call, latest.call)
+        if latest.options.version != 1:
+            more = f'{more},"payload_version":{latest.options.version}'
         objects.append(f'{{"id":"{row.job.number:032x}"{start}{more},"payload":{latest.payload}}}')
     return {"rows": f"[{','.join(objects)}]", f"{OWN}created_at": created_at}
 
@@ -350,6 +352,7 @@ def _parameters(target: Target, row: Row, created_at: dt.datetime | None) -> dic
         "max_attempts": options.max_attempts,
         "priority": options.priority,
         f"{OWN}payload": latest.payload,
+        "payload_version": latest.options.version,
         "unique_key": None if unique is None else unique.key,
         "unique_until": None if unique is None else unique.until,
         "unique_held": unique is not None,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from enlist._loop import Loop
+from enlist.models import JobStatus
 
 if TYPE_CHECKING:
     import datetime as dt
@@ -24,6 +25,18 @@ logger = logging.getLogger("enlist.worker")
 
 BATCH: Final = 500
 RENEWALS_PER_LEASE: Final = 3
+
+MARGINS_PER_LEASE: Final = 6
+"""An attempt is given up so much of its lease before the end. Half of the time between two renewals: two in a row must
+fail before it comes to that."""
+
+
+HANGING_SECONDS: Final = 1.0
+"""A renewal that was sent less than this ago may still be answered."""
+
+STILL_SECONDS: Final = 1.0
+
+SOON_SECONDS: Final = 0.02
 
 
 class Leases:
@@ -43,6 +56,11 @@ class Leases:
             if self._runs.get(run.id) is run:
                 del self._runs[run.id]
 
+    def get(self, job_id: uuid.UUID) -> Run | None:
+        """The run of a job; None if it is not held here."""
+        with self._lock:
+            return self._runs.get(job_id)
+
     def all(self) -> list[Run]:
         with self._lock:
             return list(self._runs.values())
@@ -51,47 +69,97 @@ class Leases:
         return len(self._runs)
 
 
-@dataclass
 class Heartbeat:
-    """Renews all leases three times a lease, on a thread and a connection of its own.
+    """Renews all leases three times a lease, on a thread and a connection of its own; gives up what it cannot renew.
 
-    A handler that blocks the event loop, or has all the application's connections, does not stop it.
+    A handler that blocks the event loop, or has all the application's connections, does not stop it. Whether a lease
+    lasts is judged on another thread: a renewal may hang for as long as the network does.
     """
 
-    database: Database
-    leases: Leases
-    lease: dt.timedelta
-    lost: Callable[[Run], None]
-    """Called for a run whose job is another's now, or whose lease has ended unrenewed."""
-    loop: Loop = field(init=False)
+    def __init__(
+        self,
+        database: Database,
+        leases: Leases,
+        lease: dt.timedelta,
+        lost: Callable[[Run, str], None],
+        cancelled: Callable[[Run], None],
+    ) -> None:
+        """Make it.
 
-    def __post_init__(self) -> None:
-        interval = self.lease.total_seconds() / RENEWALS_PER_LEASE
-        self.loop = Loop("heartbeat", self.beat, interval)
+        :param lost: called for a run whose job is another's now, or whose lease is about to end unrenewed, and why.
+        :param cancelled: called for a run whose job was cancelled.
+        """
+        self._database = database
+        self._leases = leases
+        self._lease = lease
+        self._lost = lost
+        self._cancelled = cancelled
+        seconds = lease.total_seconds()
+        self._margin = seconds / MARGINS_PER_LEASE
+        self._looked = math.inf
+        self._asked: float | None = None
+        """When the renewal was sent that is under way."""
+        self._failed = False
+        """Whether the last renewal could not be made."""
+        self.loop = Loop("heartbeat", self.beat, seconds / RENEWALS_PER_LEASE)
+        self.watch = Loop("lease watch", self.look, self._margin)
 
     def beat(self) -> None:
         """Renew what is held; tell of what is lost."""
-        runs = self.leases.all()
+        runs = self._leases.all()
         try:
-            for start in range(0, len(runs), BATCH):
+            # Also if nothing is held any more: that it works again is said when it does.
+            for start in range(0, max(len(runs), int(self._failed)), BATCH):
                 self._renew(runs[start : start + BATCH])
+        except Exception:
+            self._failed = True
+            raise
         finally:
-            # Also when the database cannot be reached: the end of a lease is judged here, by this clock, counted
-            # from before the claim or renewal was sent.
-            now = time.monotonic()
-            for run in runs:
-                if run.lease_ends < now:
-                    self.lost(run)
+            self._asked = None
+        self._failed = False
+
+    def look(self) -> float:
+        """Give up the attempts whose leases are about to end; return the seconds until the next look.
+
+        Some time before the end, so that a handler can stop what it does outside of the database before the job runs
+        elsewhere. By this clock, counted from before the claim or the renewal was sent.
+        """
+        now = time.monotonic()
+        still, self._looked = now - self._looked, now
+        if still > 2 * self._margin + STILL_SECONDS:
+            logger.warning(
+                "this process stood still for %.1f seconds, of leases of %g: it renews now what nobody has taken",
+                still,
+                self._lease.total_seconds(),
+            )
+            self.loop.wake()
+            return self._margin
+        asked = self._asked
+        can_renew = not self._failed if asked is None else now - asked < HANGING_SECONDS
+        next_look = self._margin
+        for run in self._leases.all():
+            left = run.lease_ends - self._margin - now
+            if left > 0:
+                next_look = min(next_look, left)
+            elif can_renew:  # it is only late, as all of this process is
+                self.loop.wake()
+                next_look = min(next_look, SOON_SECONDS)
+            else:
+                self._lost(run, f"its lease could not be renewed and ends in {max(0.0, run.lease_ends - now):.1f} s")
+        return next_look
 
     def _renew(self, runs: list[Run]) -> None:
-        asked = time.monotonic()
-        rows = self.database.execute(
-            self.database.statements.renew,
-            {"ids": [run.id for run in runs], "tokens": [run.token for run in runs], "lease": self.lease},
+        self._asked = asked = time.monotonic()
+        rows = self._database.execute(
+            self._database.statements.renew,
+            {"ids": [run.id for run in runs], "tokens": [run.token for run in runs], "lease": self._lease},
         )
-        tokens = {row.id: row.lease_token for row in rows}
+        found = {row.id: (row.lease_token, row.status) for row in rows}
         for run in runs:
-            if tokens.get(run.id) == run.token:
-                run.lease_ends = asked + self.lease.total_seconds()
+            token, status = found.get(run.id, (None, None))
+            if token == run.token:
+                run.lease_ends = asked + self._lease.total_seconds()
+            elif token == run.token + 1 and status is JobStatus.CANCELLED:
+                self._cancelled(run)
             else:
-                self.lost(run)
+                self._lost(run, "its lease was lost")

@@ -13,12 +13,18 @@ from enlist._driver import brief, trace
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["BACKOFF", "Backoff", "Loop"]
+__all__ = ["BACKOFF", "LONGEST_PAUSE", "Backoff", "Loop"]
 
 logger = logging.getLogger("enlist.worker")
 
-BACKOFF: Final = tenacity.wait_exponential(multiplier=0.1, max=10) + tenacity.wait_random(0, 0.5)
-"""How long a loop waits after an error: 0.1 s, 0.2 s ... up to 10 s."""
+LONGEST_PAUSE: Final = 3.0
+"""Most seconds between two tries: so long it may take until a worker notices that the server is back."""
+
+BACKOFF: Final = tenacity.wait_exponential(multiplier=0.1, max=LONGEST_PAUSE) + tenacity.wait_random(0, 0.5)
+"""How long a loop waits after an error: 0.1 s, 0.2 s ... up to 3 s."""
+
+LONGEST_WAIT: Final = 86_400.0
+"""Most seconds between two steps: the system's clocks refuse to wait for a thousand years, a handler's timeout may."""
 
 
 class Backoff:
@@ -76,8 +82,18 @@ class Loop:
         return not self._thread.is_alive()
 
     @property
+    def woken(self) -> bool:
+        """Whether the next step is to be done at once."""
+        return self._woken.is_set()
+
+    @property
     def stopping(self) -> bool:
         return self._stop.is_set()
+
+    @property
+    def thread_id(self) -> int | None:
+        """Of the thread that makes the steps, once it is started."""
+        return None if self._thread is None else self._thread.ident
 
     def _run(self) -> None:
         while not self.stopping:
@@ -90,4 +106,4 @@ class Loop:
                 continue
             self._backoff.succeeded()
             if not self.stopping:
-                self._woken.wait(self._interval if wait is None else wait)
+                self._woken.wait(min(self._interval if wait is None else wait, LONGEST_WAIT))

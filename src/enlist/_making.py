@@ -65,6 +65,7 @@ class _Overrides(NamedTuple):
             options.priority if self.priority is None else self.priority,
             options.max_attempts if self.max_attempts is None else self.max_attempts,
             options.ordered,
+            options.version,
         )
 
 

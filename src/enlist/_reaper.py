@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any, Final
 
 from enlist._loop import Loop
+from enlist.events import EventName, Events
 from enlist.models import JobStatus
 
 if TYPE_CHECKING:
@@ -22,8 +23,11 @@ logger = logging.getLogger("enlist.worker")
 BATCH: Final = 500
 
 
-def reap(database: Database, limit: int = BATCH) -> Sequence[sa.Row[Any]]:
-    """Take back at most ``limit`` jobs; rows (id, kind, queue, status, attempt, lost, worker)."""
+def reap(database: Database, limit: int = BATCH, *, worker: str = "") -> Sequence[sa.Row[Any]]:
+    """Take back at most ``limit`` jobs; rows as :attr:`Statements.reap` returns them.
+
+    :param worker: who does it, for the log.
+    """
     rows = database.execute(database.statements.reap, {"limit": limit})
     for row in rows:
         dead = row.status is JobStatus.DEAD
@@ -34,7 +38,17 @@ def reap(database: Database, limit: int = BATCH) -> Sequence[sa.Row[Any]]:
             row.kind,
             row.worker,
             "dead after its last attempt" if dead else "queued again",
-            extra={"job_id": str(row.id), "kind": row.kind, "attempt": row.attempt, "lost": row.lost},
+            extra={
+                "job_id": str(row.id),
+                "kind": row.kind,
+                "queue": row.queue,
+                "attempt": row.attempt,
+                "max_attempts": row.max_attempts,
+                "worker": worker,
+                "event": EventName.REAPED,
+                "lost": row.lost,
+                "lost_worker": row.worker,
+            },
         )
     return rows
 
@@ -42,14 +56,26 @@ def reap(database: Database, limit: int = BATCH) -> Sequence[sa.Row[Any]]:
 class Reaper:
     """Does so every ``interval`` seconds, on a thread. Every worker has one; they don't disturb each other."""
 
-    def __init__(self, database: Database, interval: float, reaped: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        database: Database,
+        interval: float,
+        reaped: Callable[[Sequence[sa.Row[Any]]], None],
+        events: Events | None = None,
+        *,
+        worker: str = "",
+    ) -> None:
         self._database = database
+        self._events = events or Events()
+        self._worker = worker
         self._interval = interval
         self._reaped = reaped
         self.loop = Loop("reaper", self.step, interval)
 
     def step(self) -> float:
-        rows = reap(self._database)
+        rows = reap(self._database, worker=self._worker)
         if rows:
-            self._reaped()
+            self._reaped(rows)
+        for row in rows:
+            self._events.reaped(row)
         return 0.0 if len(rows) == BATCH else self._interval

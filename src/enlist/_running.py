@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import sqlalchemy as sa
 
 from enlist import notifier
+from enlist._cancelling import attempts_of
 from enlist._claimer import Claimer
-from enlist._completer import Completer, log_lost
+from enlist._completer import Completer, Settlement
 from enlist._database import Database
-from enlist._driver import is_autocommit, shown_url
+from enlist._driver import brief, is_autocommit, is_outage, shown_url
 from enlist._engines import housekeeping_engine
 from enlist._executor import Executor
-from enlist._leases import Heartbeat, Leases
+from enlist._leases import RENEWALS_PER_LEASE, Heartbeat, Leases
+from enlist._lifespan import Lifespan
 from enlist._listener import Listener
 from enlist._loop import Backoff
+from enlist._others import Others
 from enlist._reaper import Reaper
 from enlist._slots import Run, Slots
+from enlist._stalls import StallWatch, here
+from enlist._statements import WHILE_IT_RAN
+from enlist.events import Events
 from enlist.exceptions import ConfigurationError
+from enlist.health import Health
 from enlist.migrations import verify_schema
+from enlist.models import JobStatus
 from enlist.payload import options_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from enlist._engines import AsyncSessions
     from enlist.worker import Worker
 
@@ -37,6 +48,18 @@ logger = logging.getLogger("enlist.worker")
 STOPPING_SECONDS: Final = 5.0
 """For writing what is left, beside the time that handlers get."""
 
+CLAIM_SECONDS: Final = 1.0
+"""How long a claim that is under way may go on after a stop was asked for."""
+
+GIVE_UP_SECONDS: Final = 0.4
+"""How long async handlers that were cancelled may take to end."""
+
+UNCLEAN_SECONDS: Final = 0.2
+"""How long each of those is waited for that probably never ends: handlers on threads, the lifespan, the event loop.
+
+All in all the process is gone a second after the ``shutdown_timeout``.
+"""
+
 
 class Running:
     """The parts of a worker between its start and its stop."""
@@ -44,9 +67,15 @@ class Running:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._stack = ExitStack()
-        self.database = Database(housekeeping_engine(worker._bind, worker._sync_bind), worker._record)
+        self.database = Database(
+            housekeeping_engine(worker._bind, worker._sync_bind),
+            worker._record,
+            lease=worker._lease.total_seconds(),
+        )
         self._stack.callback(self.database.close)
         self.leases = Leases()
+        self.events = Events(worker._listeners, worker.name)
+        self.others = Others(self.database)
         self.claimer = Claimer(
             self.database,
             worker.handlers,
@@ -55,9 +84,10 @@ class Running:
             lease=worker._lease,
             poll_interval=worker._poll_seconds,
             give_back=self._give_back,
+            others=self.others,
             rate_limits=worker.rate_limits,
         )
-        self.completer = Completer(self.database, self.leases, self.claimer.due_in, self.claimer.wake)
+        self.completer = Completer(self.database, self.leases, self.claimer.due_in, self.claimer.wake, self.events)
         self.claimer.all_recorded = lambda: self.completer.empty
         plain = any(not handler.is_async for handler in worker.handlers)
         self.executor = Executor(
@@ -68,14 +98,33 @@ class Running:
             asynchronous=worker._async,
             threads=sum(worker.queues.values()) if plain else 0,
             lease=worker._lease,
+            events=self.events,
         )
         self.slots = Slots(worker.queues, self.executor.start, self.claimer.wake, one_by_one=worker.rate_limits.keys())
-        self.claimer.slots = self.executor.slots = self.slots
-        self.heartbeat = Heartbeat(self.database, self.leases, worker._lease, self._lost)
-        self.reaper = Reaper(self.database, worker._reaper_seconds, self.claimer.wake)
-        self.listener = Listener(self.database, self._woken)
+        self.claimer.slots = self.slots
+        self.executor.use(self.slots)
+        self.heartbeat = Heartbeat(self.database, self.leases, worker._lease, self._lost, self._cancelled)
+        self.reaper = Reaper(self.database, worker._reaper_seconds, self._reaped, self.events, worker=worker.name)
+        statements = self.database.statements
+        self.listener = Listener(
+            self._listening_engine(),
+            self.database,
+            {statements.channel: self._woken, statements.cancel_channel: self._told_of_cancelled},
+            self._may_have_missed,
+            silence=worker._lease.total_seconds() / RENEWALS_PER_LEASE,
+        )
+        self.stalls: StallWatch | None = None
         self._executor_open = False
+        self._lifespan: Lifespan | None = None
         self._started = False
+
+    def _listening_engine(self) -> sa.Engine:
+        """Whose connections go to the server itself, if it was given."""
+        if self._worker._listen_bind is None:
+            return self.database.engine
+        engine = housekeeping_engine(self._worker._listen_bind, None, "listen_bind")
+        self._stack.callback(engine.dispose)
+        return engine
 
     # -- start -------------------------------------------------------------------------------------------------
 
@@ -87,7 +136,9 @@ class Running:
         while not stop_asked.is_set():
             try:
                 self._check()
-            except (sa.exc.OperationalError, sa.exc.InterfaceError, OSError) as error:
+            except (sa.exc.SQLAlchemyError, OSError) as error:
+                if not is_outage(error):
+                    raise
                 pause = backoff.failed(error)
                 if end is not None and time.monotonic() + pause > end:
                     raise TimeoutError(f"the database could not be reached in {seconds:g} seconds") from error
@@ -98,7 +149,10 @@ class Running:
             return
         backoff.succeeded()
         if worker._lifespan is not None:
-            self.executor.resources = self._stack.enter_context(worker._lifespan())
+            self._lifespan = Lifespan(worker._lifespan(), self.executor.loop)
+            self.executor.runner.resources = self._lifespan.enter(stop_asked)
+            if stop_asked.is_set():
+                return
         self._started = True
         logger.info(
             "worker %s starts: queues %s, kinds %s",
@@ -108,11 +162,17 @@ class Running:
         )
         self._warn_of_unserved_queues()
         self.heartbeat.loop.start()
+        self.heartbeat.watch.start()
+        if worker._async is not None:
+            self.stalls = StallWatch(*self.executor.run_on_loop(here()), self.leases)
+            self.stalls.loop.start()
+        self.others.loop.start()
         self.completer.loop.start()
         self.reaper.loop.start()
         self.listener.start()
-        unsubscribe = notifier.local.subscribe(self.database.statements.channel, self._woken)
-        self._stack.callback(unsubscribe)
+        statements = self.database.statements
+        self._stack.callback(notifier.local.subscribe(statements.channel, self._woken))
+        self._stack.callback(notifier.local.subscribe(statements.cancel_channel, self._told_of_cancelled))
         self.claimer.loop.start()
 
     def _warn_of_unserved_queues(self) -> None:
@@ -132,18 +192,23 @@ class Running:
     def _check(self) -> None:
         """Connect in every way that will be needed, and look whether it will do."""
         worker = self._worker
-        with self.database.engine.connect() as connection:
+        with self.database.connection() as connection:
             verify_schema(connection, record=worker._record, rate_limits=bool(worker.rate_limits))
         self.database.open()
         if worker._sync is not None:
-            with worker._sync.engine.connect() as connection:
-                self.executor.isolation[False] = _isolation_of(connection)
+            with (
+                worker._sync.engine.connect() as connection,
+                self.database.watch(connection.connection.driver_connection),
+            ):
+                self.executor.runner.isolation[False] = _isolation_of(connection)
             _check_pool(worker._sync.engine, worker)
         if not self._executor_open:
             self._executor_open = True
             self.executor.open()
         if worker._async is not None:
-            self.executor.isolation[True] = self.executor.run_on_loop(_async_isolation(worker._async))
+            self.executor.runner.isolation[True] = self.executor.run_on_loop(
+                _async_isolation(worker._async, self.database.seconds)
+            )
 
     # -- while it runs -----------------------------------------------------------------------------------------
 
@@ -151,13 +216,47 @@ class Running:
         if not queue or queue in self._worker.queues:
             self.claimer.wake()
 
+    def _reaped(self, rows: Sequence[sa.Row[Any]]) -> None:
+        """Jobs of any queue and kind: they are for all workers, and run one at a time in each."""
+        queued = {row.queue for row in rows if row.status is JobStatus.QUEUED}
+        self.others.wake(queued, keys={row.concurrency_key for row in rows if row.concurrency_key is not None})
+        self.claimer.wake()
+
+    def _told_of_cancelled(self, message: str) -> None:
+        for job_id, token in attempts_of(message):
+            run = self.leases.get(job_id)
+            if run is not None and run.token == token:
+                self._cancelled(run)
+
+    def _cancelled(self, run: Run) -> None:
+        """Give up an attempt whose job was cancelled, or is to be: if nobody has, the completer writes it."""
+        if self.executor.abandon(run, "cancelled"):
+            self.completer.cancelled(run)
+            self.completer.settle(Settlement(run, JobStatus.CANCELLED, error=WHILE_IT_RAN))
+
+    def _may_have_missed(self) -> None:
+        """Look for what nobody heard: jobs that are due, and jobs in hand that were cancelled."""
+        self.claimer.wake()
+        self.heartbeat.loop.wake()
+
+    def health(self) -> Health:
+        slots = self.slots
+        return Health(
+            running=True,
+            listening=self.listener.listening,
+            jobs=len(self.leases),
+            stuck=self.executor.runner.stuck,
+            slots=sum(self._worker.queues.values()),
+            free=slots.free,
+        )
+
     def _give_back(self, run: Run) -> None:
         self.completer.release(run)
 
-    def _lost(self, run: Run) -> None:
+    def _lost(self, run: Run, why: str) -> None:
         if self.executor.abandon(run, "lease lost"):
             self.leases.drop(run)
-            log_lost(run)
+            self.completer.lost(run, why)
 
     # -- stop --------------------------------------------------------------------------------------------------
 
@@ -166,13 +265,14 @@ class Running:
         logger.info("worker %s stops: no more claims, %d jobs in hand", worker.name, len(self.leases))
         end = time.monotonic() + timeout
         waiting = self.slots.close()
-        self.claimer.loop.stop(STOPPING_SECONDS)
+        self._end_claims()
         for run in waiting:
             self.completer.release(run)
         if waiting:
             logger.info("worker %s: %d jobs that had not begun are given back", worker.name, len(waiting))
         while not self.slots.idle and not stop_now.is_set() and (left := end - time.monotonic()) > 0:
             stop_now.wait(min(left, 0.01))
+            self.claimer.hand_over()
         if not self.slots.idle:
             logger.warning(
                 "worker %s: %s; handlers that still run are given up",
@@ -180,8 +280,33 @@ class Running:
                 "asked to stop at once" if stop_now.is_set() else f"{timeout:g} seconds are over",
             )
             self._give_up()
+        self.database.hurry(STOPPING_SECONDS)
         self.completer.flush(STOPPING_SECONDS)
+        self.claimer.hand_over()
+        self.others.flush(STOPPING_SECONDS)
+        self._give_back_unheld()
         return self.close()
+
+    def _end_claims(self) -> None:
+        """Claim no more. The claim under way may come to its end, and what it brings is given back.
+
+        One that waits, for a lock say, is cancelled: it must not be carried out when there is nobody any more.
+        """
+        loop = self.claimer.loop
+        end = time.monotonic() + STOPPING_SECONDS
+        if loop.stop(CLAIM_SECONDS):
+            return
+        logger.info("worker %s: the claim under way is cancelled", self._worker.name)
+        while not loop.stop(0.05) and time.monotonic() < end:
+            self.database.hurry(0, loop.thread_id)
+
+    def _give_back_unheld(self) -> None:
+        """If the last claim got no answer: it may have been carried out."""
+        try:
+            if self.claimer.loop.stop(0):
+                self.claimer.give_back_unheld()
+        except Exception as error:
+            logger.warning("worker %s: what an unanswered claim has taken is left: %s", self._worker.name, brief(error))
 
     def _give_up(self) -> None:
         """Cancel the async handlers, whose jobs are then given back; tell the plain ones."""
@@ -194,25 +319,39 @@ class Running:
                     self.completer.release(run)
             else:
                 run.signals.cancel_requested = True
-        end = time.monotonic() + 1.0
+        end = time.monotonic() + GIVE_UP_SECONDS
         while not self.slots.idle and time.monotonic() < end:
             time.sleep(0.005)
         for run in self.leases.all():
-            if not run.ended and (run.abandon("stopped") or run.handler.is_async):
-                logger.warning("%s cannot be stopped: it is left to the end of its lease", run)
+            if run.ended:
+                continue
+            if not run.is_in_handler:  # it has returned, and waits for another of its group
+                self.executor.abandon(run, "released")
+                self.completer.release(run)
+            elif run.abandon("stopped") or run.handler.is_async:
+                text = "%s cannot be stopped: it is left to the end of its lease"
+                logger.warning(text, run, extra=run.extra())
 
     def close(self) -> bool:
         """End all threads and close all connections that are the worker's own; return whether handlers had ended."""
         self.slots.close()
-        self.claimer.loop.stop(STOPPING_SECONDS)
+        self.database.hurry(STOPPING_SECONDS)
+        for seconds in (0, STOPPING_SECONDS):  # all are told before the first is waited for
+            self.claimer.loop.stop(seconds)
+            self.reaper.loop.stop(seconds)
+            self.completer.loop.stop(seconds)
+            self.others.loop.stop(seconds)
+            self.heartbeat.loop.stop(seconds)
+            self.heartbeat.watch.stop(seconds)
         self.listener.stop(STOPPING_SECONDS)
-        self.reaper.loop.stop(STOPPING_SECONDS)
-        self.completer.loop.stop(STOPPING_SECONDS)
-        self.heartbeat.loop.stop(STOPPING_SECONDS)
+        if self.stalls is not None:
+            self.stalls.loop.stop(STOPPING_SECONDS)
         idle = self.slots.idle
         ended = True
+        if self._lifespan is not None:  # on the handlers' loop, which is there until the executor is closed
+            self._lifespan.leave(STOPPING_SECONDS if idle else UNCLEAN_SECONDS)
         if self._executor_open:
-            ended = self.executor.close(STOPPING_SECONDS if idle else 0.1)
+            ended = self.executor.close(STOPPING_SECONDS if idle else UNCLEAN_SECONDS)
         if self._worker._sync is not None:
             self._worker._sync.close()
         self._stack.close()
@@ -234,8 +373,8 @@ def _isolation_of(connection: sa.Connection) -> str:
     return connection.get_isolation_level()
 
 
-async def _async_isolation(sessions: AsyncSessions) -> str:
-    async with sessions.engine.connect() as connection:
+async def _async_isolation(sessions: AsyncSessions, seconds: float) -> str:
+    async with asyncio.timeout(seconds), sessions.engine.connect() as connection:
         return await connection.run_sync(_isolation_of)
 
 

@@ -7,42 +7,48 @@ The guard works by transaction events, since refusing methods alone leaves holes
 from __future__ import annotations
 
 import datetime as dt
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, Self, cast
 
 import sqlalchemy as sa
 from sqlalchemy import event
 from sqlalchemy.orm import Session, SessionTransaction
 
-from enlist._driver import is_autocommit, is_transaction_over, sqlstate
-from enlist._staging import RUNNING, write_waiting
+from enlist._driver import is_autocommit, is_transaction_over
+from enlist._staging import RUNNING
 from enlist._statements import of_this_minute
-from enlist._transactions import ENDING_STATEMENT, IN_FAILED_TRANSACTION
-from enlist.exceptions import CommitRefused, LeaseLost, SessionError, TransactionAborted
+from enlist._transactions import ENDING_STATEMENT
+from enlist.exceptions import CommitRefused, LeaseLost, SessionError
 
 if TYPE_CHECKING:
     import uuid
+    from collections.abc import Callable
 
+    from enlist._slots import Run
     from enlist._statements import Statements
     from enlist.models import JobRecordMixin
 
-__all__ = ["Guard", "GuardedSession", "finish", "guarded"]
+__all__ = ["Guard", "GuardedSession", "guarded"]
 
 SNAPSHOT_LEVELS: Final = frozenset({"REPEATABLE READ", "SERIALIZABLE"})
 
 
 class Guard:
-    """What is known of a handler's session during one attempt."""
+    """What is known of a handler's session during one attempt, or one after the other of a group."""
 
     __slots__ = (
         "_hold_lock",
+        "always",
+        "base",
         "broken",
         "committing",
         "idle_limit",
         "isolation",
         "job_id",
+        "locked",
         "ours",
         "record",
         "roots",
+        "savepoints",
         "spoken",
         "statements",
         "token",
@@ -53,20 +59,27 @@ class Guard:
         self,
         statements: Statements,
         record: type[JobRecordMixin],
-        job_id: uuid.UUID,
-        token: int,
+        run: Run,
         *,
         lease: dt.timedelta,
-        hold_lock: bool = False,
         isolation: str | None = None,
     ) -> None:
+        """:param isolation: the level that the session's transactions have if nothing else says so."""
         self.statements = statements
         self.record = record
-        self.job_id = job_id
-        self.token = token
+        self.job_id = run.id
+        self.token = run.token
         self.isolation = isolation
         self.idle_limit = f"{max(1, int(lease.total_seconds() * 1000))}ms"
-        self._hold_lock = hold_lock
+        self._hold_lock = run.handler.hold_lock
+        self.locked = False
+        """The row's lock is held until the transaction ends."""
+        self.savepoints = run.handler.on_commit == "savepoint"
+        """A commit of the handler's is a savepoint."""
+        self.base: SessionTransaction | None = None
+        """With savepoints: the one that the handler takes for its transaction."""
+        self.always = run.handler.complete == "commit"
+        """To be committed even if the handler has not used it."""
         self.ours = False
         """enlist itself is ending the transaction now."""
         self.committing = False
@@ -87,10 +100,44 @@ class Guard:
         )
 
     def refuse_ending_statement(self, connection: Any, _cursor: Any, statement: str, *_rest: Any) -> None:
-        """Refuse SQL text that would end the transaction behind SQLAlchemy's back; a connection's listener."""
+        """Refuse SQL text that would end the transaction behind SQLAlchemy's back; a connection's listener.
+
+        What could not be seen beforehand (several statements in one text, the driver's own commit) is noticed now:
+        the driver would begin another transaction with this statement.
+        """
+        if self.ours:
+            return
+        if connection in self.spoken and is_transaction_over(connection.connection.driver_connection):
+            raise self.refuse("COMMIT or ROLLBACK on the driver's connection")
         self.spoken.add(connection)
-        if not self.ours and (ending := ENDING_STATEMENT.match(statement)) is not None:
+        if (ending := ENDING_STATEMENT.match(statement)) is not None:
             raise self.refuse(ending[1])
+
+    def follow(self, session: Session, job_id: uuid.UUID, token: int) -> None:
+        """Go on to another job of a group, in the same transaction."""
+        self.job_id, self.token = job_id, token
+        session.info[RUNNING] = job_id
+
+    def check_roots(self) -> None:
+        """Notice a transaction that was ended by SQL, or on the driver's connection.
+
+        Before anything else is sent: the driver would begin another with it.
+
+        :raises CommitRefused: it was.
+        """
+        for used, root in self.roots:
+            open_here = root is not None and root.is_active and used.get_transaction() is root
+            if open_here and used in self.spoken and is_transaction_over(used.connection.driver_connection):
+                raise self.refuse("COMMIT or ROLLBACK on the driver's connection")
+
+    def check_connections(self) -> None:
+        """Notice a transaction that was ended by a method of the connection.
+
+        :raises CommitRefused: it was.
+        """
+        for used, root in self.roots:
+            if root is None or not root.is_active or used.get_transaction() is not root:
+                raise self.refuse("commit() or rollback() of the connection")
 
     def detach(self) -> None:
         """Stop listening to the connections: for those that are not closed after the attempt."""
@@ -113,39 +160,96 @@ class GuardedSession(Session):
         """Begin to guard the session for one attempt."""
         self.guard = guard
         self.info[RUNNING] = guard.job_id
+        if guard.savepoints:
+            guard.base = super().begin(nested=True)  # no IO: the server is told of it at the first use
 
     def _check(self, verb: str) -> None:
         if self.guard is not None and not self.guard.ours:
             raise self.guard.refuse(verb)
 
+    def _end_base(self, end: Callable[[SessionTransaction], None]) -> bool:
+        """End what the handler takes for its transaction, and the savepoints in it; False if it is the real one."""
+        guard = self.guard
+        if guard is None or guard.ours or (base := guard.base) is None:
+            return False
+        while guard.base is base and guard.broken is None:  # its end brings another
+            innermost = self.get_nested_transaction()
+            assert innermost is not None
+            end(innermost)
+        return True
+
     def begin(self, nested: bool = False) -> SessionTransaction:
         if not nested:
+            if self.guard is not None and self.guard.base is not None:
+                return cast("SessionTransaction", _Begun(self))
             self._check("begin()")
         return super().begin(nested=nested)
 
     def commit(self) -> None:
-        self._check("commit()")
-        super().commit()
+        if not self._end_base(SessionTransaction.commit):
+            self._check("commit()")
+            super().commit()
 
     def prepare(self) -> None:
         self._check("prepare()")
         super().prepare()
 
     def rollback(self) -> None:
-        self._check("rollback()")
-        super().rollback()
+        if not self._end_base(SessionTransaction.rollback):
+            self._check("rollback()")
+            super().rollback()
 
     def close(self) -> None:
-        self._check("close()")
-        super().close()
+        if self._end_base(SessionTransaction.rollback):
+            self.expunge_all()
+        else:
+            self._check("close()")
+            super().close()
 
     def reset(self) -> None:
-        self._check("reset()")
-        super().reset()
+        if self._end_base(SessionTransaction.rollback):
+            self.expunge_all()
+        else:
+            self._check("reset()")
+            super().reset()
 
     def invalidate(self) -> None:
         self._check("invalidate()")
         super().invalidate()
+
+
+class _Begun:
+    """What ``begin()`` returns where a commit is a savepoint: a transaction of the handler's, as far as it sees."""
+
+    nested = False
+
+    def __init__(self, session: GuardedSession) -> None:
+        self.session = session
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.rollback()
+            return
+        try:
+            self.commit()
+        except BaseException:
+            self.rollback()
+            raise
+
+    @property
+    def is_active(self) -> bool:
+        return self.session.is_active
+
+    def commit(self) -> None:
+        self.session.commit()
+
+    def rollback(self) -> None:
+        self.session.rollback()
+
+    close = rollback
 
 
 _GUARDED: dict[type[Session], type[GuardedSession]] = {}
@@ -171,7 +275,8 @@ def _subclass(session_class: type[Session]) -> type[GuardedSession]:
 
 
 def _after_transaction_create(session: GuardedSession, _transaction: SessionTransaction) -> None:
-    if session.guard is not None:
+    # With savepoints there is a transaction from the start; a connection tells.
+    if session.guard is not None and not session.guard.savepoints:
         session.guard.used = True
 
 
@@ -179,6 +284,7 @@ def _after_begin(session: GuardedSession, transaction: SessionTransaction, conne
     guard = session.guard
     if guard is None:
         return
+    guard.used = True
     if is_autocommit(connection):
         guard.broken = "an AUTOCOMMIT connection"
         raise SessionError(
@@ -193,6 +299,7 @@ def _after_begin(session: GuardedSession, transaction: SessionTransaction, conne
         parameters = {"job_id": guard.job_id, "token": guard.token, "idle_limit": guard.idle_limit}
         if connection.execute(of_this_minute(guard.statements.lock_row), parameters).first() is None:
             raise LeaseLost(guard.job_id)
+        guard.locked = True
 
 
 def _is_jobs_bind(session: Session, guard: Guard, connection: sa.Connection) -> bool:
@@ -201,8 +308,18 @@ def _is_jobs_bind(session: Session, guard: Guard, connection: sa.Connection) -> 
 
 
 def _before_commit(session: GuardedSession) -> None:
-    if session.guard is not None and not session.guard.ours and not session.in_nested_transaction():
+    if session.guard is not None and not session.guard.ours and not _is_savepoints(session):
         raise session.guard.refuse("commit()")
+
+
+def _is_savepoints(session: GuardedSession) -> bool:
+    """Whether it is a savepoint that is being committed.
+
+    ``get_transaction().commit()`` is told while the savepoints in it are there still; that it is the transaction's own
+    step is not documented.
+    """
+    root = session.get_transaction()
+    return session.in_nested_transaction() and getattr(root, "_current_fn", None) is None
 
 
 def _after_soft_rollback(session: GuardedSession, previous: SessionTransaction) -> None:
@@ -211,58 +328,16 @@ def _after_soft_rollback(session: GuardedSession, previous: SessionTransaction) 
 
 
 def _after_transaction_end(session: GuardedSession, transaction: SessionTransaction) -> None:
-    if session.guard is not None and not session.guard.ours and transaction.parent is None:
-        session.guard.broken = session.guard.broken or "the end of its transaction"
-
-
-def finish(session: GuardedSession) -> bool:
-    """Commit a handler's effects together with the job's status.
-
-    :return: False if the session was never used: then there is nothing to commit, and the job is still running.
-    :raises TransactionAborted: the transaction had failed and the handler swallowed the error.
-    :raises CommitRefused: the handler ended the transaction by some way that could not be refused at once.
-    :raises LeaseLost: the job is not this attempt's any more.
-    """
     guard = session.guard
-    assert guard is not None
-    if guard.broken is not None:
-        raise TransactionAborted(
-            f"the handler returned after {guard.broken} on its session: what it wrote is not there,"
-            " so the attempt counts as failed; return to commit, raise to roll back"
-        )
-    if not guard.used:
-        return False
-    # Before the flush: the driver would begin another transaction with its first statement.
-    for used, root in guard.roots:
-        open_here = root is not None and root.is_active and used.get_transaction() is root
-        if open_here and used in guard.spoken and is_transaction_over(used.connection.driver_connection):
-            raise guard.refuse("COMMIT or ROLLBACK on the driver's connection")
-    try:
-        session.flush()
-        # The UPDATE, for sessions that send reads elsewhere, and tell them by the statement.
-        write = sa.update(guard.statements.table)
-        connection = session.connection(bind_arguments={"mapper": sa.inspect(guard.record), "clause": write})
-        for used, root in guard.roots:
-            if root is None or not root.is_active or used.get_transaction() is not root:
-                raise guard.refuse("commit() or rollback() of the connection")
-        statement = of_this_minute(guard.statements.finish)
-        result = connection.execute(statement, {"job_id": guard.job_id, "token": guard.token})
-    except sa.exc.PendingRollbackError:
-        # from None: its text has that of the flush's error, bound parameters and all.
-        raise TransactionAborted(
-            "the handler returned after a flush that failed, whose error it swallowed: the transaction is rolled back;"
-            " let the error out, or flush inside of a savepoint (session.begin_nested())"
-        ) from None
-    except sa.exc.DBAPIError as error:
-        if sqlstate(error) == IN_FAILED_TRANSACTION:
-            raise TransactionAborted(
-                "the handler returned though its transaction was aborted by an earlier error, which it swallowed;"
-                " let the error out, or put the statement that may fail into a savepoint (session.begin_nested())"
-            ) from error
-        raise
-    if cast("sa.CursorResult[Any]", result).rowcount != 1:
-        raise LeaseLost(guard.job_id)
-    write_waiting(session)
-    guard.ours = guard.committing = True
-    session.commit()
-    return True
+    if guard is None or guard.ours:
+        return
+    if transaction.parent is None:
+        guard.broken = guard.broken or "the end of its transaction"
+    elif transaction is guard.base:
+        if session.expire_on_commit:
+            session.expire_all()
+        try:
+            guard.base = session.begin(nested=True)
+        except sa.exc.InvalidRequestError:
+            guard.broken = "an end of its transaction within a block of begin_nested()"
+            raise

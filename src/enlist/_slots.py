@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     import sqlalchemy as sa
 
+    from enlist._groups import Group
     from enlist.handlers import Handler
 
 __all__ = ["Demand", "Run", "Slots"]
@@ -37,7 +39,7 @@ SMOOTHING: Final = 0.1
 """Weight of the latest run in a queue's measured service time."""
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
+@dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
 class Run:
     """A claimed job in this worker's hands: one attempt."""
 
@@ -55,18 +57,32 @@ class Run:
     careful: bool
     lease_ends: float
     """By the monotonic clock."""
+    payload_version: int = 1
+    age: float = 0.0
+    """Seconds since the job was made, at its claim."""
     placed: float = 0.0
     started: float = 0.0
+    began: float = 0.0
+    """When its handler was called, by the monotonic clock; 0 before."""
+    finished: float = 0.0
+    """When its handler had ended; 0 before, and where the attempt ended in its commit."""
+    worker: str = ""
+    due: float = math.nan
+    """When the job was due: the server's clock, seconds since 1970."""
+    told: bool = False
+    """Its ending was told to the listeners."""
     abandoned: str | None = None
     """Why what the attempt still does no longer counts."""
     ended: bool = False
     """Its end is known, and written or about to be."""
     task: asyncio.Task[None] | None = None
     """The task of an async handler."""
+    group: Group | None = None
+    """The jobs that it shares a transaction with."""
     signals: Signals = field(default_factory=Signals)
 
     @classmethod
-    def of(cls, row: sa.Row[Any], handler: Handler, lease_ends: float) -> Run:
+    def of(cls, row: sa.Row[Any], handler: Handler, lease_ends: float, worker: str = "") -> Run:
         """Make it of what a claim has returned."""
         return cls(
             id=row.id,
@@ -81,6 +97,10 @@ class Run:
             keyed=row.concurrency_key is not None,
             careful=row.lost > 0 or row.attempt >= row.max_attempts,
             lease_ends=lease_ends,
+            payload_version=row.payload_version,
+            age=row.age,
+            worker=worker,
+            due=row.due,
         )
 
     def abandon(self, reason: str) -> bool:
@@ -91,10 +111,41 @@ class Run:
         self.signals.cancel_requested = True
         return True
 
+    @property
+    def is_in_handler(self) -> bool:
+        """Whether it is this job that its thread or task is about, not the next of its group."""
+        return self.group is None or self.group.current is self
+
     def cancel_task(self) -> None:
         """Cancel an async handler; to be called on its event loop."""
-        if self.task is not None:
+        if self.task is not None and self.is_in_handler:
             self.task.cancel()
+
+    @property
+    def seconds(self) -> float | None:
+        """How long its handler ran, or has run; None if it was not called."""
+        return (self.finished or time.monotonic()) - self.began if self.began else None
+
+    def extra(self, **more: Any) -> dict[str, Any]:
+        """The fields of a log line about this attempt: what it is, and no data of anybody's.
+
+        :param more: further fields, such as ``event=EventName.DONE``.
+        """
+        fields = {
+            "job_id": str(self.id),
+            "kind": self.kind,
+            "queue": self.queue,
+            "attempt": self.attempt,
+            "max_attempts": self.max_attempts,
+            "worker": self.worker,
+            **more,
+        }
+        if (seconds := self.seconds) is not None:
+            fields.setdefault("duration_seconds", round(seconds, 6))
+        return fields
+
+    def __repr__(self) -> str:
+        return f"<{self}>"  # without the payload: what collects logs may keep the arguments of a line, by repr()
 
     def __str__(self) -> str:
         return f"job {self.id} ({self.kind}, attempt {self.attempt} of {self.max_attempts})"
@@ -119,6 +170,8 @@ class _Queue:
         self.active = 0
         self.waiting: deque[Run] = deque()
         self.service_seconds: float | None = None
+        self.per_slot = PREFETCH_PER_SLOT
+        """Most jobs that may wait for each slot: a whole group, where jobs share transactions."""
         self.more = False
         """The last claim brought all it asked for: there is probably more."""
         self.missed = False
@@ -134,7 +187,7 @@ class _Queue:
         ):
             return 0
         in_time = int(PREFETCH_SECONDS / max(self.service_seconds, 1e-6) * self.limit)
-        return min(in_time, PREFETCH_PER_SLOT * self.limit)
+        return min(in_time, self.per_slot * self.limit)
 
     def demand(self) -> Demand | None:
         free = self.limit - self.active - len(self.waiting)
@@ -201,6 +254,7 @@ class Slots:
             for run in runs:
                 run.placed = now
                 queue = self._queues[run.queue]
+                queue.per_slot = max(queue.per_slot, run.handler.commit_every)
                 counts[run.queue] += 1
                 self._careful_free = self._careful_free and not run.careful
                 if queue.active < queue.limit:
@@ -233,11 +287,27 @@ class Slots:
         if is_free:
             self._wanted()
 
-    def finished(self, run: Run) -> Run | None:
-        """Free a run's slot; return the waiting job that has it now, for the caller to run."""
+    def join(self, run: Run) -> Run | None:
+        """Take the next waiting job of a run's queue into its slot, if it may share its transaction."""
         with self._lock:
             queue = self._queues[run.queue]
-            seconds = time.monotonic() - run.started
+            following = queue.waiting[0] if queue.waiting else None
+            if following is None or following.handler is not run.handler or following.careful or following.keyed:
+                return None
+            queue.waiting.popleft()
+            wanted = queue.more and queue.demand() is not None
+        if wanted:
+            self._wanted()
+        return following
+
+    def finished(self, run: Run, jobs: int = 1, since: float | None = None) -> Run | None:
+        """Free a run's slot; return the waiting job that has it now, for the caller to run.
+
+        :param jobs: how many jobs have shared it, from ``since`` on.
+        """
+        with self._lock:
+            queue = self._queues[run.queue]
+            seconds = (time.monotonic() - (run.started if since is None else since)) / max(jobs, 1)
             known = queue.service_seconds
             queue.service_seconds = seconds if known is None else known + SMOOTHING * (seconds - known)
             if run.careful:
@@ -280,6 +350,12 @@ class Slots:
             for queue in self._queues.values():
                 queue.waiting.clear()
             return waiting
+
+    @property
+    def free(self) -> int:
+        """How many slots have nothing to do."""
+        with self._lock:
+            return sum(max(0, queue.limit - queue.active) for queue in self._queues.values())
 
     @property
     def idle(self) -> bool:

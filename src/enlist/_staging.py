@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy.orm import InstanceState, SessionTransaction, UOWTransaction
 
-__all__ = ["RUNNING", "Stage", "flush_staged", "note_write", "stage_of", "write_waiting"]
+__all__ = ["RUNNING", "Stage", "flush_staged", "has_waiting", "note_write", "stage_of", "write_waiting"]
 
 logger = logging.getLogger("enlist")
 
@@ -151,16 +151,21 @@ def flush_staged(session: Session) -> None:
         session.flush()
 
 
-def note_write(session: Session, target: Target, connection: sa.Connection, queues: set[str]) -> None:
+def note_write(
+    session: Session, target: Target, connection: sa.Connection, queues: set[str], messages: Iterable[str] = ()
+) -> None:
     """Have the workers of queues woken once the session has committed: jobs were made due in its transaction.
 
+    And those told that run jobs which were cancelled in it, by ``messages``.
     A savepoint or transaction that is rolled back takes the note with it, as it does with jobs that were inserted.
     """
     stage: Stage | None = session.info.get(_STAGE)
     if stage is None:
         stage = session.info[_STAGE] = Stage()
     batch = Batch(JobState.INSERTED)
-    note(connection, target, batch, queues).is_sent = True
+    write_ = note(connection, target, batch, queues)
+    write_.is_sent = True
+    write_.messages.update(messages)
     stage.batches.setdefault(_boundary(session), []).append(batch)
 
 
@@ -262,6 +267,12 @@ def _write(session: Session, stage: Stage) -> None:
         _release(job for job in jobs if job not in kept)
     stage.writing = False
     stage.home = None
+
+
+def has_waiting(session: Session) -> bool:
+    """Whether jobs wait for their handler's job to be done."""
+    stage: Stage | None = session.info.get(_STAGE)
+    return stage is not None and any(batch.waiting for batches in stage.batches.values() for batch in batches)
 
 
 def write_waiting(session: Session) -> None:
@@ -369,7 +380,9 @@ def _after_commit(session: Session) -> None:
                 batch.end(JobState.DISCARDED)
             continue
         for write_ in batch.writes:
-            writes.setdefault((write_.connection, write_.target), write_).queues.update(write_.queues)
+            first = writes.setdefault((write_.connection, write_.target), write_)
+            first.queues.update(write_.queues)
+            first.messages.update(write_.messages)
         batch.end(JobState.COMMITTED)
     for write_ in writes.values():
         _wake_workers(session, write_)
@@ -382,6 +395,7 @@ def _wake_workers(session: Session, write_: Write) -> None:
             write_.connection.engine,
             write_.target.statements,
             write_.queues,
+            messages=write_.messages,
             used=write_.driver_connection,
             notified=write_.target.notify == "transaction" and not session.twophase,
         )

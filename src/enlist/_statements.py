@@ -44,6 +44,7 @@ __all__ = [
     "NO_MARKS",
     "OWN",
     "PLAIN",
+    "WHILE_IT_RAN",
     "Statements",
     "ahead",
     "channel_of",
@@ -84,10 +85,18 @@ OWN: Final = "enlist: "
 PLAN_SECONDS: Final = 60
 """How long a plan may live that a driver of the application's has cached."""
 
+WHILE_IT_RAN: Final = "cancelled while it ran"
+"""The last error of a job that was cancelled so, whoever has written it."""
+
 ERRORS_KEPT: Final = 10
 """How many errors of a job are kept, the latest."""
 
 _NOW: Final = sa.func.statement_timestamp(type_=sa.DateTime(timezone=True))
+
+_IDLE_LIMIT: Final = sa.func.set_config(
+    sa.literal_column("'idle_in_transaction_session_timeout'"), sa.literal_column("'10s'"), sa.true()
+)
+"""As a column of a transaction's first statement: ends the transaction of a worker that has stopped in it."""
 
 FINISHED: Final = ("done", "dead", "cancelled")
 """The statuses of jobs that nobody works on any more."""
@@ -196,6 +205,11 @@ def _seconds(time: Any) -> Any:
     return sa.cast(sa.extract("epoch", time), sa.Double)
 
 
+def _seconds_until(time: Any) -> Any:
+    """In how many seconds a time is; a difference of numbers, since one of infinite times may be an error."""
+    return _seconds(time) - _seconds(_NOW)
+
+
 def _rate_limits() -> Any:
     """The rate limits of queues, as a worker has them."""
     return _rows(
@@ -281,6 +295,7 @@ class Statements:
         self.own = sa.Table(table.name, sa.MetaData(), *columns, schema=table.schema)
         self.rates = rate_table_of(table)
         self.channel = channel_of(table)
+        self.cancel_channel = f"{self.channel}_cancel"
         self.insert = self._unless_held(self._insert())
         self.insert_returning = self.insert.returning(table.c.id)
         self.insert_replacing = self._replacing(self._insert())
@@ -292,8 +307,9 @@ class Statements:
         self.holders = self._holders()
         self.release = self._release()
         self.look = self._look()
-        self.claim = self._claim(limited=False)
-        self.claim_limited = self._claim(limited=True)
+        self.claim = self._claim()
+        self.claim_among = self._claim(among=True)
+        self.claim_limited = self._claim(among=True, limited=True)
         self.lock_keys = self._lock_keys()
         self.claim_keyed = self._claim_keyed(limited=False)
         self.claim_keyed_limited = self._claim_keyed(limited=True)
@@ -307,7 +323,8 @@ class Statements:
         self.reap = self._reap()
         self.fate = self._fate()
         self.summary = self._summary()
-        self.cancel = self._cancel()
+        self.cancel = self._cancel(self._unheld())
+        self.cancel_waiting = self._cancel(self._found())
         self.retry = self._retry()
         self.release_lapsed = self._release_lapsed()
         self.reschedule = self._reschedule()
@@ -315,6 +332,9 @@ class Statements:
         self.front = self._front()
         self.hasten = self._hasten()
         self.notify = sa.select(sa.func.pg_notify(self.channel, sa.bindparam("queue", type_=sa.Text)))
+        self.notify_of_keys = self._notify_of_keys()
+        self.notify_cancelled = self._notify_cancelled()
+        self.pause = sa.select(sa.func.pg_sleep(sa.bindparam("seconds", type_=sa.Double)))
 
     # -- producer ----------------------------------------------------------------------------------------------
 
@@ -341,6 +361,7 @@ class Statements:
             "concurrency_key": sa.Text(),
             "concurrency_limit": sa.SmallInteger(),
             "ordered": sa.Boolean(),
+            "payload_version": sa.SmallInteger(),
             "run_at": sa.DateTime(timezone=True),
             "delay": INTERVAL(),
             "meta": jsonb,
@@ -352,6 +373,7 @@ class Statements:
         values: dict[str, Any] = {name: row.c[name] for name in names.split()}
         values["unique_held"] = row.c.unique_key.is_not(None)
         values["ordered"] = sa.func.coalesce(row.c.ordered, sa.false())
+        values["payload_version"] = sa.func.coalesce(row.c.payload_version, sa.literal_column("1"))
         values["meta"] = sa.func.coalesce(row.c.meta, sa.cast(sa.literal_column("'{}'"), JSONB))
         values |= self._times(row.c.run_at, row.c.delay, row.c.hold)
         return insert(self.table).from_select(list(values), sa.select(*values.values()), include_defaults=False)
@@ -388,16 +410,17 @@ class Statements:
         )
 
     def _replacing(self, statement: Any) -> sa.Executable:
-        """Give payload and run_at to the job that holds the unique key, if it is queued; its attempts begin anew.
+        """Give payload (with its version) and run_at to the queued job that holds the key; its attempts begin anew.
 
         Returns the rows made and those replaced. A holder in another status is locked all the same: the caller then
         takes its key, see :attr:`release`. No two jobs of one statement may have the same key.
         """
         c = self.table.c
+        given = {name: statement.excluded[name] for name in ("payload", "payload_version", "run_at")}
         return statement.on_conflict_do_update(  # type: ignore[no-any-return]
             index_elements=[c.kind, c.unique_key],
             index_where=sa.text("unique_held"),
-            set_={"payload": statement.excluded.payload, "run_at": statement.excluded.run_at, "attempt": 0},
+            set_={**given, "attempt": 0},
             where=c.status == sa.literal_column("'queued'"),
         ).returning(c.id, c.kind, c.unique_key, c.queue)
 
@@ -551,10 +574,13 @@ class Statements:
         """What a claim brings. Nothing that Python may be unable to read: one such row would fail all others' claim.
 
         So JSON as text (a number of 5,000 digits, deep nesting) and times as seconds (``-infinity``, years before 1).
+        ``age`` is since the job was made, by the server's clock; a difference of numbers, since one of infinite times
+        is an error before PostgreSQL 17.
         """
-        names = "id kind queue priority attempt max_attempts lost concurrency_key lease_token"
+        names = "id kind queue priority attempt max_attempts lost concurrency_key lease_token payload_version"
         texts = [sa.cast(job.c[name], sa.Text).label(name) for name in ("payload", "meta")]
-        return [*(job.c[name] for name in names.split()), _seconds(job.c.run_at).label("due"), *texts]
+        age = (_seconds(_NOW) - _seconds(job.c.created_at)).label("age")
+        return [*(job.c[name] for name in names.split()), _seconds(job.c.run_at).label("due"), age, *texts]
 
     def _taken(self, condition: Any, **extra: Any) -> sa.Update:
         """The UPDATE that makes claimed jobs this worker's.
@@ -670,6 +696,22 @@ class Statements:
         """
         number = sa.literal_column("32768", sa.Integer)  # above the highest
         above = sa.select(number.label("priority")).cte("classes", recursive=True, nesting=True)
+        job = self.own.alias("job")
+        below = (
+            sa.select(job.c.priority)
+            .where(
+                _status("job", "queued"),
+                _in_line(job, keyed),
+                job.c.queue == asked.c.queue,
+                job.c.priority < above.c.priority,
+            )
+            .order_by(job.c.priority.desc())
+            .limit(sa.literal_column("1"))
+        )
+        is_one = above.c.priority.is_not(None)
+        if marks is None:
+            following = sa.cast(below.correlate(asked, above).scalar_subquery(), sa.Integer)
+            return above.union_all(sa.select(following).select_from(above).where(is_one).correlate(asked))
         mark = marks.alias()
         known = (
             sa.select(sa.func.max(mark.c.priority).label("priority"))
@@ -677,27 +719,35 @@ class Statements:
             .correlate(asked, above)
             .lateral("known")
         )
-        job = self.own.alias("job")
-        between = (
-            sa.select(job.c.priority)
+        between = below.where(job.c.priority > sa.func.coalesce(known.c.priority, sa.literal_column("-32769")))
+        highest = between.correlate(asked, above, known).scalar_subquery()
+        step = sa.select(sa.cast(sa.func.coalesce(highest, known.c.priority), sa.Integer))
+        return above.union_all(step.select_from(above.join(known, sa.true())).where(is_one).correlate(asked))
+
+    def _later(self, asked: Any, classes: Any, *, keyed: bool) -> Any:
+        """When the first job of the classes is due that is not due yet; NULL if there is none. A probe of each class.
+
+        Of whatever kind, and whether or not its key has a slot free by then: jobs of other kinds may be many, and
+        they would be walked over.
+        """
+        job = self.own.alias("later")
+        first = (
+            sa.select(job.c.run_at)
             .where(
-                _status("job", "queued"),
+                _status("later", "queued"),
                 _in_line(job, keyed),
                 job.c.queue == asked.c.queue,
-                job.c.priority < above.c.priority,
-                job.c.priority > sa.func.coalesce(known.c.priority, sa.literal_column("-32769")),
+                job.c.priority == classes.c.priority,
+                job.c.run_at > _NOW,
             )
-            .order_by(job.c.priority.desc())
+            .order_by(job.c.run_at, job.c.id)
             .limit(sa.literal_column("1"))
-            .correlate(asked, above, known)
+            .correlate(asked, classes)
             .scalar_subquery()
         )
-        step = sa.select(sa.cast(sa.func.coalesce(between, known.c.priority), sa.Integer))
-        return above.union_all(
-            step.select_from(above.join(known, sa.true())).where(above.c.priority.is_not(None)).correlate(asked)
-        )
+        return sa.func.min(first)
 
-    def _walk(self, asked: Any, marks: Any, number: Any, *, keyed: bool) -> sa.Select[Any]:
+    def _walk(self, asked: Any, marks: Any, number: Any, classes: Any, *, keyed: bool) -> sa.Select[Any]:
         """The first ``number`` due jobs of a queue: those with a concurrency key, or those without one, locked.
 
         A scan of one class after the other that stops at the outer limit, so it locks only the rows that it returns.
@@ -706,27 +756,21 @@ class Statements:
         keeps the cost estimate independent of the table's size: else JIT would start. Jobs with a key have a line of
         their own, so that those that wait for their key's slot never stand before those without one.
         """
-        classes = self._classes(asked, marks, keyed=keyed)
         job = self.own.alias("job")
-        mark = marks.alias()
+        of_class = [_in_line(job, keyed), job.c.queue == asked.c.queue, job.c.priority == classes.c.priority]
+        columns = [*_line_of(job), *_key_of(job)] if keyed else _line_of(job)
+        due = sa.select(*columns).where(*of_class, *self._claimable(job))
+        if marks is not None:
+            mark = marks.alias()
 
-        def marked(column: Any, start: str) -> Any:
-            same = (mark.c.queue == asked.c.queue, _is_keyed(mark, keyed), mark.c.priority == classes.c.priority)
-            found = sa.select(column).where(*same).correlate(asked, classes).scalar_subquery()
-            return sa.func.coalesce(found, sa.cast(_word(start), column.type))
+            def marked(column: Any, start: str) -> Any:
+                same = (mark.c.queue == asked.c.queue, _is_keyed(mark, keyed), mark.c.priority == classes.c.priority)
+                found = sa.select(column).where(*same).correlate(asked, classes).scalar_subquery()
+                return sa.func.coalesce(found, sa.cast(_word(start), column.type))
 
-        since = sa.tuple_(marked(mark.c.run_at, "-infinity"), marked(mark.c.id, str(uuid.UUID(int=0))))
-        columns = _line_of(job)
-        where = [_in_line(job, keyed), job.c.queue == asked.c.queue, job.c.priority == classes.c.priority]
-        if keyed:
-            columns += _key_of(job)
-        due = (
-            sa.select(*columns)
-            .where(*where, sa.tuple_(job.c.run_at, job.c.id) >= since, *self._claimable(job))
-            .order_by(job.c.run_at, job.c.id)
-            .limit(number)
-            .correlate(asked, classes)
-        )
+            since = sa.tuple_(marked(mark.c.run_at, "-infinity"), marked(mark.c.id, str(uuid.UUID(int=0))))
+            due = due.where(sa.tuple_(job.c.run_at, job.c.id) >= since)
+        due = due.order_by(job.c.run_at, job.c.id).limit(number).correlate(asked, classes)
         if not keyed:
             due = due.with_for_update(key_share=True, skip_locked=True)
         line = sa.select(due.subquery("due")).limit(sa.literal_column(str(CLAIM_LIMIT))).lateral("line")
@@ -737,7 +781,8 @@ class Statements:
 
         Enough of them to find what was asked for, unless many wait for the same few keys: then see :meth:`_keys`.
         """
-        walked = self._walk(asked, marks, _enough(asked), keyed=True).lateral("walked")
+        classes = self._classes(asked, marks, keyed=True)
+        walked = self._walk(asked, marks, _enough(asked), classes, keyed=True).lateral("walked")
         order = (walked.c.priority.desc(), walked.c.run_at, walked.c.id)
         place = sa.func.row_number().over(partition_by=walked.c.concurrency_key, order_by=order).label("place")
         front = sa.select(walked, place).select_from(asked.join(walked, sa.true()))
@@ -870,14 +915,15 @@ class Statements:
 
         Rows, told apart by ``part``: "job", one whose turn it is, at most ``limits`` of a queue; "more", the last key
         that was looked at by itself, and there are others; "any", one row if any queue has jobs with a key at all,
-        which a look that has marks does not ask.
+        which a look that has marks does not ask; "later", in how many seconds, ``due``, the first job with a key is
+        due of the queues that have fewer in turn than ``limits``.
         """
         asked = _rows("asked", queue=("queues", sa.Text), number=("limits", sa.Integer), after=("after_keys", sa.Text))
         marks = self._marks()
         front = self._front_line(asked, marks)
         near = self._in_turn(self._near(front)).cte("near").prefix_with("MATERIALIZED")
         keys = self._keys(asked, front, near)
-        turn = sa.union(sa.select(near), self._in_turn(self._far(keys))).subquery("turn")
+        turn = sa.union(sa.select(near), self._in_turn(self._far(keys))).cte("turn").prefix_with("MATERIALIZED")
         order = (turn.c.priority.desc(), turn.c.run_at, turn.c.id)
         place = sa.func.row_number().over(partition_by=turn.c.queue, order_by=order).label("place")
         placed = sa.select(turn, place).subquery("placed")
@@ -896,10 +942,16 @@ class Statements:
 
         last = keys.c.place == sa.literal_column(str(KEYS_AT_ONCE))
         marked = sa.select(marks.alias().c.queue).exists()
+        in_turn = sa.select(sa.func.count()).where(turn.c.queue == asked.c.queue).correlate(asked).scalar_subquery()
+        classes = self._classes(asked, marks, keyed=True)
+        of_queue = sa.select(self._later(asked, classes, keyed=True).label("run_at")).select_from(classes)
+        later = of_queue.where(in_turn < asked.c.number).correlate(asked).lateral("later")
+        soonest = _seconds_until(sa.func.min(later.c.run_at))
         return sa.union_all(
             first,
             also("more", queue=keys.c.queue, concurrency_key=keys.c.concurrency_key).where(last),
             also("any").where(sa.case((marked, sa.false()), else_=self._any_keyed())),
+            also("later", due=soonest).select_from(asked.join(later, sa.true())).having(soonest.is_not(None)),
         )
 
     def _any_keyed(self) -> Any:
@@ -919,28 +971,68 @@ class Statements:
         )
         return sa.select(queue.c.queue).where(highest.is_not(None)).exists()
 
-    def _claim(self, *, limited: bool) -> sa.Executable:
+    def _claim(self, *, among: bool = False, limited: bool = False) -> sa.Executable:
         """Take due jobs without a concurrency key, each queue in its order.
 
         Parameters: ``queues`` and ``limits``, aligned; ``kinds``; ``careful``, whether such a job may be taken, at
-        most one in all; ``worker``; ``lease``; ``mark_*``, see :meth:`_marks`; where rates are limited those of
-        :meth:`_earned`. ``ahead_*``, aligned, are jobs
-        that :attr:`look` has seen: they have their places, and what comes after the last place is not taken.
+        most one in all; ``worker``; ``lease``; where rates are limited those of :meth:`_earned`. With ``look_first``
+        nothing is taken where any of the queues has jobs with a key.
 
-        With ``look_first`` nothing is taken where any of the queues has jobs with a key, and a row of NULLs says so.
-        Where rates are limited there are the rows of :meth:`_owed` as well, their ``id`` NULL.
+        ``among``: there are ``mark_*``, see :meth:`_marks`, and ``ahead_*``, aligned, jobs that :attr:`look` has seen:
+        they have their places, and what comes after the last place is not taken. Mostly there are neither, and the
+        statement is planned each time, which takes longer than to run it: so the usual one is without.
+
+        Rows without an ``id`` tell by their ``kind``: "keyed", there are jobs to be looked at first; "later", in how
+        many seconds, ``due``, the first job is due of the queues that had fewer than were asked for. Where rates are
+        limited there are those of :meth:`_owed` as well.
         """
-        asked, marks = self._asked(), self._marks()
+        asked = self._asked()
         earned = self._earned() if limited else None
-        wanted = asked if earned is None else self._allowed(asked, earned)
-        look_first = sa.case(
-            (sa.bindparam("look_first", type_=sa.Boolean), self._any_keyed()),
-            else_=sa.false(),
-        )
-        first = sa.select(look_first.label("is_due")).cte("first_look").prefix_with("MATERIALIZED")
-        is_due = sa.select(first.c.is_due).scalar_subquery()
-        number = sa.case((is_due, sa.literal_column("0")), else_=wanted.c.number)
-        plain = self._walk(wanted, marks, number, keyed=False).lateral("plain")
+        allowed = asked if earned is None else self._allowed(asked, earned)
+        marks = self._marks() if among else None
+        any_keyed = sa.case((sa.bindparam("look_first", type_=sa.Boolean), self._any_keyed()), else_=sa.false())
+        first_look = sa.select(any_keyed.label("is_due")).cte("first_look").prefix_with("MATERIALIZED")
+        is_due = sa.select(first_look.c.is_due).scalar_subquery()
+        number = sa.case((is_due, sa.literal_column("0")), else_=allowed.c.number).label("number")
+        wanted = sa.select(allowed.c.queue, number).cte("wanted").prefix_with("MATERIALIZED")
+
+        classes = self._classes(wanted, marks, keyed=False)
+        walk = self._walk(wanted, marks, wanted.c.number, classes, keyed=False)
+        found = walk.cte("found", nesting=True).prefix_with("MATERIALIZED")
+        is_short = sa.select(sa.func.count()).select_from(found).scalar_subquery() < wanted.c.number
+        told = {"run_at": self._later(wanted, classes, keyed=False)}
+        later = sa.select(*(told.get(column.name, sa.null()) for column in found.c)).select_from(classes)
+        both = sa.union_all(sa.select(found), later.where(is_short).correlate(wanted))
+        walked = both.add_cte(classes, nest_here=True).lateral("walked")
+        line = sa.select(walked).select_from(wanted.join(walked, sa.true())).cte("line").prefix_with("MATERIALIZED")
+
+        c = self.own.c
+        chosen = self._chosen_among(line, wanted) if among else self._chosen(line)
+        taken = self._taken(c.id == _among(chosen)).returning(*self._returned(self.own)).cte("taken")
+
+        def also(**given: Any) -> Any:
+            return sa.select(*(sa.cast(given.get(column.name, sa.null()), column.type) for column in taken.c))
+
+        soonest = _seconds_until(sa.func.min(line.c.run_at))
+        answer = [
+            sa.select(*taken.c),
+            also(kind=_word("keyed")).where(is_due),
+            also(kind=_word("later"), due=soonest).where(line.c.id.is_(None)).having(soonest.is_not(None)),
+        ]
+        if earned is None:
+            return sa.union_all(*answer)
+        return sa.union_all(*answer, self._owed(earned, taken)).add_cte(self._paid(earned, taken))
+
+    def _chosen(self, line: Any) -> sa.Select[Any]:
+        """The ids of a line, of careful jobs the first alone."""
+        order = (line.c.priority.desc(), line.c.run_at, line.c.id)
+        careful_place = sa.func.row_number().over(partition_by=line.c.careful, order_by=order).label("careful_place")
+        placed = sa.select(line.c.id, line.c.careful, careful_place).where(line.c.id.is_not(None)).subquery("placed")
+        is_first = placed.c.careful_place == sa.literal_column("1")
+        return sa.select(placed.c.id).where(sa.or_(sa.not_(placed.c.careful), is_first))
+
+    def _chosen_among(self, line: Any, wanted: Any) -> sa.Select[Any]:
+        """The same, where jobs that were seen have their places."""
         seen = _rows(
             "ahead",
             queue=("ahead_queues", sa.Text),
@@ -950,9 +1042,9 @@ class Statements:
             careful=("ahead_careful", sa.Boolean),
         )
         line = sa.union_all(
-            sa.select(*plain.c, sa.false().label("ahead")).select_from(wanted.join(plain, sa.true())),
+            sa.select(*line.c, sa.false().label("ahead")).where(line.c.id.is_not(None)),
             sa.select(seen.c.queue, seen.c.id, seen.c.priority, _time(seen.c.due), seen.c.careful, sa.true()),
-        ).subquery("line")
+        ).subquery("among")
         order = (line.c.priority.desc(), line.c.run_at, line.c.id)
         row_number = sa.func.row_number()
         placed = sa.select(
@@ -960,7 +1052,7 @@ class Statements:
             row_number.over(partition_by=line.c.queue, order_by=order).label("place"),
             row_number.over(partition_by=line.c.careful, order_by=order).label("careful_place"),
         ).subquery("placed")
-        chosen = (
+        return (
             sa.select(placed.c.id)
             .select_from(placed.join(wanted, wanted.c.queue == placed.c.queue))
             .where(
@@ -969,24 +1061,20 @@ class Statements:
                 sa.or_(sa.not_(placed.c.careful), placed.c.careful_place == sa.literal_column("1")),
             )
         )
-        c = self.own.c
-        taken = self._taken(c.id == _among(chosen)).returning(*self._returned(self.own)).cte("taken")
-        nothing = sa.select(*(sa.cast(sa.null(), column.type) for column in taken.c)).where(is_due)
-        if earned is None:
-            return sa.union_all(sa.select(*taken.c), nothing)
-        answer = sa.union_all(sa.select(*taken.c), nothing, self._owed(earned, taken))
-        return answer.add_cte(self._paid(earned, taken))
 
     def _lock_keys(self) -> sa.Executable:
         """Take the transaction-scoped advisory locks of concurrency ``keys`` that are free; return those keys.
 
         Counting the running jobs of a key is only exact while nobody else can start one: two claims that overlap
         see neither's jobs. The count is made by the next statement, whose snapshot is newer than the lock.
+
+        Bounds how long the transaction may idle, without a round trip more: a worker that is frozen or gone would
+        hold the locks for as long as the server believes in its connection.
         """
         wanted = _rows("wanted", key=("keys", sa.Text))
         seed = int.from_bytes(hashlib.sha256(self.channel.encode()).digest()[:7], "big")
         digest = sa.func.hashtextextended(wanted.c.key, sa.literal_column(str(seed)))
-        return sa.select(wanted.c.key).where(sa.func.pg_try_advisory_xact_lock(digest))
+        return sa.select(wanted.c.key, _IDLE_LIMIT).where(sa.func.pg_try_advisory_xact_lock(digest))
 
     def _claim_keyed(self, *, limited: bool) -> sa.Executable:
         """Take due jobs of locked concurrency keys.
@@ -1094,6 +1182,36 @@ class Statements:
         answer = sa.union_all(sa.select(*of_taken.c), self._owed(earned, of_taken))
         return answer.add_cte(self._paid(earned, of_taken))
 
+    def _notify_of_keys(self) -> sa.Executable:
+        """Notify the queues that have jobs of concurrency ``keys``, of those keys that have a slot free.
+
+        For a worker that has ended a job of a key and takes none of its others: they may be in queues or of kinds that
+        are not its own. The queues are found one after the other, since no index has the jobs of a key alone.
+        """
+        one: Any = sa.literal_column("1")
+        job = self.own.alias("job")
+        last = sa.select(_word("").label("queue")).cte("queues", recursive=True)
+        following = (
+            sa.select(job.c.queue)
+            .where(_status("job", "queued"), job.c.concurrency_key.is_not(None), job.c.queue > last.c.queue)
+            .order_by(job.c.queue, job.c.concurrency_key)
+            .limit(one)
+            .correlate(last)
+            .scalar_subquery()
+        )
+        queues = last.union_all(sa.select(following).where(last.c.queue.is_not(None)))
+        wanted = _rows("wanted", key=("keys", sa.Text))
+        waiting = self._first_of(queues.c.queue, lambda key: key == wanted.c.key, queues, wanted).lateral("waiting")
+        found = (
+            sa.select(queues.c.queue)
+            .distinct()
+            .select_from(queues.join(wanted, sa.true()).join(waiting, sa.true()))
+            .where(waiting.c.concurrency_limit > self._running(wanted.c.key, wanted))
+            .cte("found")
+            .prefix_with("MATERIALIZED")
+        )
+        return sa.select(sa.func.pg_notify(self.channel, found.c.queue))
+
     # -- the lease ---------------------------------------------------------------------------------------------
 
     def _is_running(self, c: Any) -> Any:
@@ -1143,7 +1261,7 @@ class Statements:
             .values(locked_until=_NOW + _length("lease"))
             .cte("renewed")
         )
-        return sa.select(c.id, c.lease_token).where(c.id == _any_of("ids", sa.Uuid)).add_cte(renewed)
+        return sa.select(c.id, c.lease_token, c.status).where(c.id == _any_of("ids", sa.Uuid)).add_cte(renewed)
 
     def _states(self) -> sa.Executable:
         """Read what jobs are: ``ids``; rows (id, lease_token, status). Without a lock: it waits for nobody."""
@@ -1222,6 +1340,17 @@ class Statements:
             )
             .values(self._done())
         )
+
+    def finish_group(self, generation: int) -> sa.Update:
+        """Set several jobs done in their handlers' transaction: ``ids``, ``tokens``; returns those that were ours.
+
+        Locked in the order of their ids, since other groups and commands lock several as well; waiting for whoever
+        has one, as :meth:`finish` does. For the generation see there.
+        """
+        c = self.own.c
+        mine = self._lock(self._held())
+        done = sa.update(self.own).prefix_with(f"/* g{generation} */").where(c.id == _among(sa.select(mine.c.id)))
+        return done.values(self._done()).returning(c.id)
 
     def _latest_errors(self) -> Any:
         """The errors stored so far, less the oldest where there is no room for one more."""
@@ -1332,7 +1461,10 @@ class Statements:
                 last_error=sa.case((started, error), else_=c.last_error),
                 errors=sa.case((started, self._latest_errors().op("||")(entry)), else_=c.errors),
             )
-            .returning(c.id, c.kind, c.queue, c.status, c.attempt, c.lost, was.label("worker"))
+            .returning(
+                *(c.id, c.kind, c.queue, c.concurrency_key, c.status, c.attempt, c.max_attempts, c.lost),
+                was.label("worker"),
+            )
         )
 
     # -- the handler's transaction -----------------------------------------------------------------------------
@@ -1361,11 +1493,12 @@ class Statements:
     def _fate(self) -> sa.Executable:
         """Read what became of a job whose COMMIT went unanswered: ``job_id``; (status, lease_token).
 
-        With a lock: while the COMMIT is still under way a plain read would see the old row.
+        With a lock: while the COMMIT is still under way a plain read would see the old row. It is not kept by a worker
+        that is frozen or gone.
         """
         c = self.own.c
         return (
-            sa.select(c.status, c.lease_token)
+            sa.select(c.status, c.lease_token, _IDLE_LIMIT)
             .where(c.id == sa.bindparam("job_id", type_=sa.Uuid))
             .with_for_update(key_share=True)
         )
@@ -1426,6 +1559,7 @@ class Statements:
             sa.func.count().label("jobs"),
             sa.func.count().filter(due).label("due"),
             (_NOW - sa.func.min(c.run_at).filter(due)).label("oldest_due_age"),
+            sa.func.count().filter(c.locked_until < _NOW).label("overdue"),
         ).group_by(c.queue, c.kind, c.status)
 
     # -- what operators ask ------------------------------------------------------------------------------------
@@ -1443,23 +1577,34 @@ class Statements:
     def _found(self) -> Any:
         """Lock the jobs of ``ids`` in the order of their ids; a CTE. It waits for whoever works on one."""
         job = self.own.alias("job")
-        columns = [job.c[name] for name in ("id", "status", "run_at", "kind", "unique_key", "unique_held")]
-        return (
-            sa.select(*columns)
-            .where(job.c.id == _any_of("ids", sa.Uuid))
-            .order_by(job.c.id)
-            .with_for_update(key_share=True)
-            .cte("found")
-            .prefix_with("MATERIALIZED")
-        )
+        return self._locked_of(job).with_for_update(key_share=True).cte("found").prefix_with("MATERIALIZED")
+
+    def _unheld(self) -> Any:
+        """The same, but running jobs that somebody has locked are passed by: it may be for as long as a handler works.
+
+        First come those that don't run, in the order of all commands: whoever waits for one of them holds no lock
+        that another may wait for.
+        """
+        parts = []
+        for name, runs in (("idle", False), ("running", True)):
+            job = self.own.alias("job")
+            is_running = self._is_running(job.c)
+            locked = self._locked_of(job).where(is_running if runs else sa.not_(is_running))
+            locked = locked.with_for_update(key_share=True, skip_locked=runs)
+            parts.append(sa.select(locked.cte(name).prefix_with("MATERIALIZED")))
+        return sa.union_all(*parts).cte("found").prefix_with("MATERIALIZED")
+
+    def _locked_of(self, job: Any) -> Any:
+        names = ("id", "status", "lease_token", "run_at", "kind", "unique_key", "unique_held")
+        columns = [job.c[name] for name in names]
+        return sa.select(*columns).where(job.c.id == _any_of("ids", sa.Uuid)).order_by(job.c.id)
 
     def _judged(self, found: Any, verdict: Any) -> Any:
-        columns = [found.c.id, found.c.status, found.c.kind, found.c.unique_key, verdict.label("verdict")]
-        return sa.select(*columns).cte("judged").prefix_with("MATERIALIZED")
+        columns = [found.c[name] for name in ("id", "status", "lease_token", "kind", "unique_key")]
+        return sa.select(*columns, verdict.label("verdict")).cte("judged").prefix_with("MATERIALIZED")
 
-    def _fitting(self, fits: Any) -> Any:
-        """The jobs of ``ids`` with the verdict: changed if the command fits, else unchanged; a CTE."""
-        found = self._found()
+    def _fitting(self, found: Any, fits: Any) -> Any:
+        """The jobs that were found with the verdict: changed if the command fits, else unchanged; a CTE."""
         return self._judged(found, sa.case((fits(found.c), _word("changed")), else_=_word("unchanged")))
 
     def _command(self, judged: Any, values: dict[str, Any], *, by_key: bool = False) -> Any:
@@ -1469,19 +1614,19 @@ class Statements:
         same keys waits instead of deadlocking. (For the ten ids that are expected of any array a join is a loop
         that probes the primary key in that order.)
 
-        Rows (id, verdict, status, woken): of the others the status; of those that are due now the queue, whose
-        workers are to be woken. One statement: between the look and the change nobody can come.
+        Rows (id, verdict, status, woken): of the others the status; of those that are queued the queue, whose
+        workers are to be woken: what is due later may be due earlier than it was. One statement: between the look and
+        the change nobody can come.
         """
         c = self.own.c
         is_changed = judged.c.verdict == _word("changed")
-        is_due = sa.and_(_has_status(c, "queued"), c.run_at <= _NOW)
         ids = sa.select(judged.c.id).where(is_changed)
         in_order = ids.order_by(judged.c.kind, judged.c.unique_key).subquery("in_order")
         changed = (
             sa.update(self.own)
             .where(c.id == (in_order.c.id if by_key else _among(ids)))
             .values(values)
-            .returning(c.id, sa.case((is_due, c.queue)).label("woken"))
+            .returning(c.id, sa.case((_has_status(c, "queued"), c.queue)).label("woken"))
             .cte("changed")
         )
         nothing = sa.cast(sa.null(), c.status.type).label("status")
@@ -1490,22 +1635,58 @@ class Statements:
             others.where(sa.not_(is_changed))
         )
 
-    def _cancel(self) -> Command:
-        """Cancel jobs. The token of a running one changes with its status: its worker's COMMIT finds no row."""
+    def _cancel(self, found: Any) -> Command:
+        """Cancel jobs. The token of a running one changes with its status: its worker's COMMIT finds no row.
+
+        Rows (id, verdict, status, token, woken): the status is the one before, and the token that of a job that was
+        running, whose worker is to be told.
+        """
 
         def fits(c: Any) -> Any:
             return _has_status(c, "queued", "running")
 
+        c = self.own.c
         values = {
             "status": "cancelled",
-            "lease_token": self.own.c.lease_token + 1,
+            "lease_token": c.lease_token + 1,
             "unique_held": False,
             "concurrency_slot": None,
             "locked_by": None,
             "locked_until": None,
             "finished_at": _NOW,
+            "last_error": sa.case((self._is_running(c), _word(WHILE_IT_RAN)), else_=c.last_error),
         }
-        return Command(self._command(self._fitting(fits), values), fits(self.table.c))
+        judged = self._fitting(found, fits)
+        is_changed = judged.c.verdict == _word("changed")
+        changed = sa.update(self.own).where(c.id == _among(sa.select(judged.c.id).where(is_changed))).values(values)
+        token = sa.case((sa.and_(is_changed, self._is_running(judged.c)), judged.c.lease_token)).label("token")
+        # Not joined with what the UPDATE returns: for the ten rows that are expected that is a loop in a loop.
+        told = sa.select(judged.c.id, judged.c.verdict, judged.c.status, token, sa.null().label("woken"))
+        return Command(told.add_cte(changed.cte("changed")), fits(self.table.c))
+
+    def unheld(self, conditions: Any, limit: int | None) -> sa.Executable:
+        """Lock the queued jobs that meet conditions, and the running ones that nobody has locked; their ids, in order.
+
+        With LIMIT up to as many of each are locked. See :meth:`picked` and :meth:`_unheld`.
+        """
+        c = self.table.c
+        parts = []
+        for status, skips in (("queued", False), ("running", True)):
+            found = sa.select(c.id).where(_has_status(c, status), *conditions).order_by(c.id).limit(limit)
+            locked = found.with_for_update(key_share=True, skip_locked=skips, of=self.table)
+            parts.append(sa.select(locked.cte(status).prefix_with("MATERIALIZED").c.id))
+        return sa.union_all(*parts).order_by("id").limit(limit)
+
+    def running(self, conditions: Any, limit: int | None) -> sa.Select[Any]:
+        """Read the running jobs that meet conditions, whoever has locked them: (id, lease_token), in order."""
+        c = self.table.c
+        found = sa.select(c.id, c.lease_token).where(_has_status(c, "running"), *conditions)
+        return found.order_by(c.id).limit(limit)
+
+    def _notify_cancelled(self) -> sa.Executable:
+        """Tell workers of jobs that were cancelled while they ran, or are to be: ``messages``."""
+        message = _rows("message", text=("messages", sa.Text))
+        return sa.select(sa.func.pg_notify(self.cancel_channel, message.c.text))
 
     def _retry(self) -> Command:
         """Queue jobs again, due now; those that have given up their unique key take it again.
@@ -1593,7 +1774,7 @@ class Statements:
 
         at = sa.bindparam("run_at", type_=sa.DateTime(timezone=True))
         run_at = sa.func.coalesce(at, _NOW + _length("delay"))
-        return Command(self._command(self._fitting(fits), {"run_at": run_at}), fits(self.table.c))
+        return Command(self._command(self._fitting(self._found(), fits), {"run_at": run_at}), fits(self.table.c))
 
     def _present(self) -> sa.Executable:
         """Read what the commands above write: ``ids``. For objects that a session has loaded."""
@@ -1601,6 +1782,30 @@ class Statements:
         names = "status attempt lease_token unique_held concurrency_slot locked_by locked_until run_at"
         columns = [c[name] for name in [*names.split(), "started_at", "finished_at"]]
         return sa.select(c.id, *columns).where(c.id == _any_of("ids", sa.Uuid))
+
+    def listed(self, conditions: Any, statuses: Iterable[str], names: Iterable[str], limit: int) -> sa.Select[Any]:
+        """Read some columns of jobs of some statuses, or of all; ``now`` is the server's time, ``error`` an end of it.
+
+        In the order that tells most: running jobs by the end of their leases, which has an index; queued ones by when
+        they are due, and finished ones by when they ended, both of which is a scan that keeps the first few; all
+        others the latest first, by the primary key. The payload is not read unless it is among the names.
+        """
+        c = self.table.c
+        wanted = set(statuses)
+        order: list[Any]
+        where = [_has_status(c, *sorted(wanted))] if wanted else []
+        if wanted == {"running"}:
+            where.append(c.locked_until.is_not(None))  # as all of them have; it is in the index's predicate
+            order = [c.locked_until]
+        elif wanted == {"queued"}:
+            order = [c.run_at, c.id]
+        elif wanted and wanted <= set(FINISHED):
+            order = [c.finished_at.desc().nulls_last(), c.id.desc()]
+        else:
+            order = [c.id.desc()]
+        error = sa.func.right(c.last_error, sa.literal_column("2000")).label("error")
+        columns = [*(c[name] for name in names), error, _NOW.label("now")]
+        return sa.select(*columns).where(*where, *conditions).order_by(*order).limit(limit)
 
     def counts(self, conditions: Any) -> sa.Select[Any]:
         """Count the jobs that meet conditions: (status, jobs)."""

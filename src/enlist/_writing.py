@@ -75,12 +75,28 @@ def _write_table(
     notify_in_time(session, connection, target, written.queues)
 
 
-def notify_in_time(session: Session, connection: sa.Connection, target: Target, queues: set[str]) -> None:
-    """Notify the workers of queues in the transaction itself, if that is how the repository does it."""
+def notify_in_time(
+    session: Session,
+    connection: sa.Connection,
+    target: Target,
+    queues: set[str],
+    messages: Sequence[str] = (),
+    *,
+    asking: bool = False,
+) -> None:
+    """Notify the workers of queues in the transaction itself, if that is how the repository does it.
+
+    :param messages: what to tell of jobs that were cancelled.
+    :param asking: nothing but the message is there for some of them: so it goes with the COMMIT, not after it.
+    """
     # PostgreSQL refuses to prepare a transaction that has notified.
-    if target.notify == "transaction" and not session.twophase:
+    if session.twophase:
+        return
+    if target.notify == "transaction":
         for queue in sorted(queues):
             connection.execute(target.statements.notify, {"queue": queue})
+    if messages and (asking or target.notify == "transaction"):
+        connection.execute(target.statements.notify_cancelled, {"messages": list(messages)})
 
 
 def connection_for(session: Session, target: Target) -> sa.Connection:

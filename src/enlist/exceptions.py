@@ -21,6 +21,7 @@ __all__ = [
     "InvalidOption",
     "LeaseLost",
     "PayloadError",
+    "PayloadMismatch",
     "SchemaError",
     "SessionError",
     "TransactionAborted",
@@ -51,8 +52,23 @@ class PayloadError(EnlistError, ValueError):
     """A payload cannot be stored or read back without loss; the message has the path, ``payload.items[3].name``.
 
     Raised by ``enqueue`` before any SQL. For a late payload it is raised by the flush and names the file and line
-    of the ``enqueue`` call. On a worker it means that the stored payload does not fit the handler's payload class.
+    of the ``enqueue`` call. On a worker it means that what is stored cannot be read, see :class:`PayloadMismatch`.
     """
+
+
+class PayloadMismatch(PayloadError):
+    """A stored payload does not fit its handler's class: another version of it wrote the job, or ``upgrade`` failed.
+
+    The message names the fields and both versions, never a value. What becomes of the job: see ``on_mismatch`` of
+    ``HandlerRegistry.handler``. One of a newer version is put back for a worker that knows it.
+    """
+
+    def __init__(self, message: str, version: int = 1, stored_version: int = 1) -> None:
+        super().__init__(message)
+        self.version = version
+        """That of the handler's payload class."""
+        self.stored_version = stored_version
+        """That of the class which wrote the job."""
 
 
 class SessionError(EnlistError):

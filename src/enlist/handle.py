@@ -55,6 +55,8 @@ class Write:
     is_sent: bool = False
     """Whether the server has taken it: before, its transaction may not have begun there."""
     ending: Ending | None = None
+    messages: set[str] = field(default_factory=set)
+    """What to tell the workers of running jobs that were cancelled."""
 
 
 @dataclass(eq=False, slots=True)

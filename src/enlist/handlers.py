@@ -6,19 +6,26 @@ import inspect
 import typing
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, overload
+from typing import Any, Final, Literal, Protocol, TypeAlias, TypeVar, get_args, overload
 
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 from tenacity.wait import wait_base
 
-from enlist._options import Duration, as_timedelta, check_name
+from enlist._options import Duration, as_timedelta, check_boolean, check_integer, check_name
 from enlist.exceptions import HandlerError, InvalidOption
 from enlist.job import Job
 from enlist.payload import JobPayload, options_of
 from enlist.retry import DEFAULT_WAIT
 
 __all__ = ["Handler", "HandlerRegistry"]
+
+MOST_PER_COMMIT: Final = 1000
+"""Most jobs of one transaction."""
+
+OnCommit: TypeAlias = Literal["refuse", "savepoint"]
+Complete: TypeAlias = Literal["batch", "commit"]
+OnMismatch: TypeAlias = Literal["retry", "dead"]
 
 PayloadT = TypeVar("PayloadT", bound=JobPayload)
 DataT = TypeVar("DataT")
@@ -37,9 +44,14 @@ class Handler:
     function: Callable[[Any, Job[Any]], Any]
     payload_type: type[JobPayload] | None
     is_async: bool
-    timeout_seconds: float | None
-    wait: wait_base
-    hold_lock: bool
+    timeout_seconds: float | None = None
+    wait: wait_base = DEFAULT_WAIT
+    hold_lock: bool = False
+    commit_every: int = 1
+    """Most jobs of one transaction."""
+    on_commit: OnCommit = "refuse"
+    complete: Complete = "batch"
+    on_mismatch: OnMismatch = "retry"
 
 
 class HandlerDecorator(Protocol[DataT]):
@@ -76,6 +88,10 @@ class HandlerRegistry:
         timeout: Duration | None = None,
         wait: wait_base = DEFAULT_WAIT,
         hold_lock: bool = False,
+        commit_every: int = 1,
+        on_commit: OnCommit = "refuse",
+        complete: Complete = "batch",
+        on_mismatch: OnMismatch = "retry",
     ) -> HandlerDecorator[PayloadT]: ...
 
     @overload
@@ -86,6 +102,10 @@ class HandlerRegistry:
         timeout: Duration | None = None,
         wait: wait_base = DEFAULT_WAIT,
         hold_lock: bool = False,
+        commit_every: int = 1,
+        on_commit: OnCommit = "refuse",
+        complete: Complete = "batch",
+        on_mismatch: OnMismatch = "retry",
     ) -> HandlerDecorator[dict[str, Any]]: ...
 
     def handler(
@@ -95,6 +115,10 @@ class HandlerRegistry:
         timeout: Duration | None = None,
         wait: wait_base = DEFAULT_WAIT,
         hold_lock: bool = False,
+        commit_every: int = 1,
+        on_commit: OnCommit = "refuse",
+        complete: Complete = "batch",
+        on_mismatch: OnMismatch = "retry",
     ) -> HandlerDecorator[Any]:
         """Register the decorated function for a kind of job.
 
@@ -110,7 +134,22 @@ class HandlerRegistry:
             jitter from 5 s to 1 h.
         :param hold_lock: lock the job's row from the session's first use to its commit. The lease cannot be lost
             meanwhile; by itself where the session is REPEATABLE READ or SERIALIZABLE.
-        :raises HandlerError: the kind has a handler already, or the function does not take ``(session, job)``.
+        :param commit_every: up to how many jobs share a Session and a transaction, one after the other, when several
+            wait; default 1, at most 1000. For many small jobs: a commit is most of what such a job costs. If one of
+            them fails the transaction is rolled back, and each runs by itself, in the same attempt: so the function
+            may run twice, its database effects happen once. What it sets for the transaction (``SET LOCAL``, locks)
+            is there for the next job; jobs that write the same rows should do so in one order.
+        :param on_commit: what ``session.commit()`` and ``rollback()`` do: ``"refuse"`` (default) raises
+            :class:`~enlist.CommitRefused`; ``"savepoint"``, for code that commits by itself, makes each commit a
+            savepoint to which a later rollback returns. All of it commits with the job's status, or nothing.
+        :param complete: how a job whose function never used its Session is set done: ``"batch"`` (default) with
+            others, some milliseconds later; ``"commit"`` before the slot is free. Should the worker die between,
+            the job runs again.
+        :param on_mismatch: what becomes of a job whose payload does not fit the class: ``"retry"`` (default), a
+            failed attempt, so that a worker of another release may take it; ``"dead"``, at once. What a newer version of
+            the class has written is put back for a worker that knows it, for a day, whatever this says.
+        :raises HandlerError: the kind has a handler already, the function does not take ``(session, job)``, or
+            the options exclude each other.
         :raises InvalidOption: an option is not what it may be.
         """
         if isinstance(payload, str):
@@ -124,10 +163,30 @@ class HandlerRegistry:
             raise InvalidOption(f"timeout must be more than 0 seconds, not {timeout!r}; None is no limit")
         if not isinstance(wait, wait_base):
             raise InvalidOption(f"wait must be a tenacity wait strategy, such as tenacity.wait_fixed(5), not {wait!r}")
+        check_boolean("hold_lock", hold_lock)
+        check_integer("commit_every", commit_every, 1, MOST_PER_COMMIT)
+        _check_choice("on_commit", on_commit, OnCommit)
+        _check_choice("complete", complete, Complete)
+        _check_choice("on_mismatch", on_mismatch, OnMismatch)
+        if commit_every > 1:
+            _check_group(kind, payload_type, hold_lock=hold_lock, on_commit=on_commit)
 
         def register(function: Callable[..., Any]) -> Callable[..., Any]:
-            is_async = _check_signature(kind, function)
-            self._add(Handler(kind, function, payload_type, is_async, seconds, wait, hold_lock))
+            self._add(
+                Handler(
+                    kind,
+                    function,
+                    payload_type,
+                    is_async=_check_signature(kind, function),
+                    timeout_seconds=seconds,
+                    wait=wait,
+                    hold_lock=hold_lock,
+                    commit_every=commit_every,
+                    on_commit=on_commit,
+                    complete=complete,
+                    on_mismatch=on_mismatch,
+                )
+            )
             return function
 
         return typing.cast("HandlerDecorator[Any]", register)
@@ -169,6 +228,31 @@ class HandlerRegistry:
     def _add(self, handler: Handler) -> None:
         self._check_new(handler.kind, handler.function)
         self._handlers[handler.kind] = handler
+
+
+def _check_choice(name: str, value: object, choices: Any) -> None:
+    if value not in get_args(choices):
+        known = " or ".join(repr(choice) for choice in get_args(choices))
+        raise InvalidOption(f"{name} must be {known}, not {value!r}")
+
+
+def _check_group(kind: str, payload_type: type[JobPayload] | None, *, hold_lock: bool, on_commit: OnCommit) -> None:
+    """Refuse what cannot be had together with several jobs in a transaction."""
+    if hold_lock:
+        raise HandlerError(
+            f"kind {kind!r}: commit_every and hold_lock exclude each other: a row would stay locked while the other"
+            " jobs of the transaction run; leave one of them out"
+        )
+    if on_commit == "savepoint":
+        raise HandlerError(
+            f"kind {kind!r}: commit_every and on_commit='savepoint' exclude each other: savepoints cost what a shared"
+            " commit saves; leave one of them out"
+        )
+    if payload_type is not None and options_of(payload_type).ordered:
+        raise HandlerError(
+            f"kind {kind!r} is ordered: its jobs run one after the other, each when the one before has committed, so"
+            " they cannot share a commit; leave commit_every out"
+        )
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -68,7 +68,7 @@ class _Ending(Exception):
 class Snooze(_Ending):
     """Run the job again after ``delay``; the attempt does not count.
 
-    :param delay: seconds, or a timedelta.
+    :param delay: seconds, or a timedelta; less than 1 second is taken for 1, so that a job cannot snooze in a hot loop.
     """
 
     def __init__(self, delay: Duration) -> None:

@@ -137,6 +137,8 @@ class JobRecordMixin:
     unique_hold_until: Mapped[dt.datetime | None] = mapped_column(UTCDateTime, sort_order=-75)
     # Whether the jobs of its concurrency key run one after the other, in the order in which they were made.
     ordered: Mapped[bool] = mapped_column(sa.Boolean, server_default=sa.false(), sort_order=-74)
+    # The version of the payload's class that wrote it; of a plain dict, and of a producer that knows none, 1.
+    payload_version: Mapped[int] = mapped_column(sa.SmallInteger, server_default="1", sort_order=-73)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.id} {self.kind} {self.status}>"

@@ -5,6 +5,8 @@ become 3,875, and 1,883 with 8 listeners), and a transaction that has notified c
 the real commit, by a thread with a connection of its own, and coalesced: the first for a queue goes at once, further
 ones at most every :data:`INTERVAL_SECONDS`. The producer only puts a name in a dictionary: it is never delayed, and
 nothing here makes it fail. What cannot be sent is left to the workers' polling.
+
+Those who run jobs that were cancelled are told in the same way, on a channel of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import sqlalchemy as sa
 
@@ -51,7 +53,8 @@ ASYNCPG_ONLY: Final = {
 
 CONNECT_SECONDS: Final = 5
 MOST_PENDING: Final = 10_000
-"""Queues that can wait while the server cannot be reached; those beyond are left to polling."""
+"""Queues, and messages of cancelled jobs, that can wait while the server cannot be reached; those beyond are left to
+the workers' polling and heartbeats."""
 
 
 class LocalWakes:
@@ -64,6 +67,7 @@ class LocalWakes:
     def subscribe(self, channel: str, callback: Callable[[str], object]) -> Callable[[], None]:
         """Have ``callback(queue)`` called after each commit that adds jobs; return a function that ends it.
 
+        On the channel of cancelled jobs, ``callback(message)``, see :func:`enlist._cancelling.messages_of`.
         It is called in the committing thread: it must be quick. What it raises is logged.
         """
         entry = _Callback(callback)
@@ -100,6 +104,14 @@ class _Callback:
         return self._function(queue)
 
 
+class _Topic(NamedTuple):
+    """What is notified of once in a while, however much there is to tell."""
+
+    statements: Statements
+    queue: str | None = None
+    """None: the jobs that were cancelled while they ran; of these there are messages."""
+
+
 class Notifier:
     """Sends the NOTIFYs for one database, on a thread that is started when there is something to send."""
 
@@ -109,20 +121,24 @@ class Notifier:
         self._used: weakref.ref[object] | None = None
         self._running = running  # while it has a thread
         self._changed = threading.Condition()
-        self._pending: dict[tuple[Statements, str], None] = {}
+        self._pending: dict[_Topic, set[str]] = {}
         self._thread: threading.Thread | None = None
         self._closing = False
-        self._sent: dict[tuple[Statements, str], float] = {}
+        self._sent: dict[_Topic, float] = {}
         self._backoff = Backoff(f"notifying the workers of {self._name}")
 
-    def add(self, statements: Statements, queues: Iterable[str], used: object) -> None:
-        """Have the queues notified; returns at once. ``used`` is the driver's connection that has committed."""
+    def add(self, statements: Statements, queues: Iterable[str], messages: Iterable[str], used: object) -> None:
+        """Have workers notified; returns at once. ``used`` is the driver's connection that has committed."""
         with self._changed:
             self._used = weakref.ref(used)
             if len(self._pending) >= MOST_PENDING or self._closing:
                 return
             for queue in queues:
-                self._pending[statements, queue] = None
+                self._pending.setdefault(_Topic(statements, queue), set())
+            for message in messages:
+                pending = self._pending.setdefault(_Topic(statements), set())
+                if len(pending) < MOST_PENDING:
+                    pending.add(message)
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="enlist-notify", daemon=True)
                 thread.start()
@@ -146,9 +162,9 @@ class Notifier:
         try:
             while due := self._next():
                 try:
-                    for statements, queue in due:
-                        sender.send(statements, queue)
-                        self._sent[statements, queue] = time.monotonic()
+                    for topic, messages in due.items():
+                        sender.send(topic, messages)
+                        self._sent[topic] = time.monotonic()
                     self._backoff.succeeded()
                 except _Underivable as reason:
                     sender.close()
@@ -162,7 +178,7 @@ class Notifier:
         finally:
             sender.close()
 
-    def _next(self) -> list[tuple[Statements, str]]:
+    def _next(self) -> dict[_Topic, set[str]]:
         """Wait for what is due to be sent; empty when it is time to end."""
         with self._changed:
             idle_until = time.monotonic() + IDLE_SECONDS
@@ -178,21 +194,19 @@ class Notifier:
                 if due:
                     if len(self._sent) > MOST_PENDING:
                         self._sent.clear()
-                    for key in due:
-                        del self._pending[key]
-                    return due
+                    return {topic: self._pending.pop(topic) for topic in due}
                 if self._closing or (wait <= 0 and not self._pending):
                     # Under the lock: whoever adds next sees that there is no thread.
                     self._thread = None
                     self._running.discard(self)
-                    return []
+                    return {}
                 self._changed.wait(max(wait, 0.001))
 
-    def _failed(self, error: Exception, due: list[tuple[Statements, str]]) -> None:
+    def _failed(self, error: Exception, due: dict[_Topic, set[str]]) -> None:
         end = time.monotonic() + self._backoff.failed(error)
         with self._changed:
-            for key in due:
-                self._pending[key] = None
+            for topic, messages in due.items():
+                self._pending.setdefault(topic, set()).update(messages)
             while not self._closing and (left := end - time.monotonic()) > 0:
                 self._changed.wait(left)
             if self._closing:
@@ -207,11 +221,14 @@ class _Sender:
         self._engine: sa.Engine | None = None
         self._connection: sa.Connection | None = None
 
-    def send(self, statements: Statements, queue: str) -> None:
+    def send(self, topic: _Topic, messages: set[str]) -> None:
         if self._connection is None:
             self._engine = self._make_engine()
             self._connection = self._engine.connect().execution_options(isolation_level="AUTOCOMMIT")
-        self._connection.execute(statements.notify, {"queue": queue})
+        if topic.queue is not None:
+            self._connection.execute(topic.statements.notify, {"queue": topic.queue})
+        else:
+            self._connection.execute(topic.statements.notify_cancelled, {"messages": list(messages)})
 
     def close(self) -> None:
         connection, self._connection = self._connection, None
@@ -321,16 +338,26 @@ local: Final = LocalWakes()
 _registry: Final = _Registry()
 
 
-def committed(engine: sa.Engine, statements: Statements, queues: set[str], *, used: object, notified: bool) -> None:
+def committed(
+    engine: sa.Engine,
+    statements: Statements,
+    queues: set[str],
+    *,
+    messages: Iterable[str] = (),
+    used: object,
+    notified: bool,
+) -> None:
     """Wake the workers of the queues: jobs have been committed. Never raises: the commit has been done.
 
+    :param messages: what to tell those who run jobs that were cancelled.
     :param used: the driver's connection that has committed them.
     :param notified: the transaction has sent its NOTIFY itself; wake the workers of this process only.
     """
     try:
         local.publish(statements.channel, queues)
-        if not notified and queues and (notifier := _registry.notifier(engine)) is not None:
-            notifier.add(statements, queues, used)
+        local.publish(statements.cancel_channel, messages)
+        if not notified and (queues or messages) and (notifier := _registry.notifier(engine)) is not None:
+            notifier.add(statements, queues, messages, used)
     except Exception:  # such as "can't start new thread" while the interpreter ends
         logger.debug("workers could not be notified, they poll", exc_info=True)
 

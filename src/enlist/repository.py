@@ -259,21 +259,28 @@ class JobRepository(RepositoryBase[RecordT_co]):
         """Cancel queued and running jobs, in the session's transaction.
 
         A running job's worker is fenced off: what its handler does is rolled back, and nothing of it is committed.
-        A cancelled job gives up its unique key. Jobs that are done, dead or cancelled stay what they are. A
-        handler that gives up its own job raises :class:`~enlist.Cancel` instead: this would fence off itself.
+        Once the session has committed it is told, and gives the attempt up: ``job.cancel_requested`` becomes true, an
+        async handler is cancelled. (With ``notify=None`` it finds out when it renews its lease.) A cancelled job gives
+        up its unique key. Jobs that are done, dead or cancelled stay what they are. A handler cannot cancel its own job
+        in its own session: it raises :class:`~enlist.Cancel`.
 
-        It waits for whoever has locked a job: another command, or a handler with ``hold_lock=True``, until its
-        transaction ends. ``SET LOCAL lock_timeout`` bounds the wait.
+        It waits for whoever has locked a queued job; ``SET LOCAL lock_timeout`` bounds that. A running job whose row
+        its handler has locked (``hold_lock=True``, or a session at REPEATABLE READ or SERIALIZABLE) is not waited for
+        longer than 0.2 s: its worker is asked to give it up and to write that it is cancelled, and the job is in
+        ``asked`` of the result. With ``notify=None`` nobody could be asked, and it is waited for.
 
         :param which: one id, an iterable of ids, or one or more conditions on the record class, which are joined by
             AND: ``JobRecord.kind == "mail", JobRecord.priority < 0``.
-        :param limit: with conditions, the most jobs that are changed, those with the lowest ids; default all. Jobs
-            that are in no state for the command are not counted, and not told of.
+        :param limit: with conditions, the most jobs that are changed or asked, those with the lowest ids; default all.
+            Jobs that are in no state for the command are not counted, and not told of.
         :return: what was changed, and what was not; see :class:`Changes`.
-        :raises InvalidOption: it is not said which jobs, or wrongly; nothing was sent.
+        :raises InvalidOption: it is not said which jobs, or wrongly, or the session's own job is one of them; nothing
+            was written.
         :raises SessionError: the session is an AsyncSession, in AUTOCOMMIT mode, or has no bind for the table.
         """
-        return change(_session_for_io(session, "cancel"), self._target, self._target.statements.cancel, which, limit)
+        statements = self._target.statements
+        command = statements.cancel_waiting if self._target.notify is None else statements.cancel
+        return change(_session_for_io(session, "cancel"), self._target, command, which, limit)
 
     def retry(self, session: SyncSession, *which: Which, limit: int | None = None) -> Changes:
         """Queue jobs again that are dead, cancelled or done, due now, with all their attempts before them.

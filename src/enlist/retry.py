@@ -52,10 +52,12 @@ def wait_after(attempt: int, error: BaseException, wait: wait_base = DEFAULT_WAI
         seconds = float(wait(state))
         if math.isnan(seconds):
             raise ValueError("the wait is not a number")
-    except Exception:
+    except Exception as fault:
         if wait is DEFAULT_WAIT:
             raise
-        logger.exception("the wait strategy %r failed; the default is used instead", wait)
+        logger.error(  # noqa: TRY400 (its traceback would quote what the handler's error quotes)
+            "the wait strategy %r failed; the default is used instead: %s", wait, describe(fault)
+        )
         return wait_after(attempt, error)
     return dt.timedelta(seconds=min(max(seconds, 0.0), LONGEST_WAIT.total_seconds()))
 
@@ -65,12 +67,7 @@ def describe(error: BaseException) -> str:
 
     It never raises, whatever the exception does when it is turned into text.
     """
-    for cause in _chain(error):
-        if isinstance(cause, StatementError):
-            cause.hide_parameters = True  # they may be anybody's data: not for an error column
-        elif isinstance(cause, PendingRollbackError):
-            # Its text quotes the first error's, parameters and all; that one is in the chain, or was swallowed.
-            cause.args = (str(cause.args[0]).partition(" Original exception was:")[0], *cause.args[1:])
+    _hide_parameters(error)
     try:
         report = traceback.TracebackException.from_exception(error, compact=True)
         while report.stack and report.stack[0].filename.startswith(OWN_CODE):
@@ -85,12 +82,14 @@ def describe(error: BaseException) -> str:
 
 
 def summarize(error: BaseException) -> str:
-    """Return an error's class and message, on a line."""
+    """Return an error's class and message, on a line, without bound parameters. It never raises either."""
+    _hide_parameters(error)
     try:
         text = brief(error)
     except BaseException:  # a hostile __str__, which may raise SystemExit as well
         text = type(error).__qualname__
-    return storable(text, MAX_SUMMARY_CHARACTERS)
+    # On a line whatever the message is: one that looks like a line of the log must not become one.
+    return " ".join(storable(text, MAX_SUMMARY_CHARACTERS).split("\n"))
 
 
 def error_entry(attempt: int, text: str) -> str:
@@ -105,6 +104,16 @@ def storable(text: str, limit: int) -> str:
         half = limit // 2
         text = f"{text[:half]}\n... {len(text) - 2 * half} characters cut ...\n{text[-half:]}"
     return text.replace("\x00", "\N{REPLACEMENT CHARACTER}").encode(errors="replace").decode()
+
+
+def _hide_parameters(error: BaseException) -> None:
+    """Have the database errors among an error and its causes not show what was bound: it may be anybody's data."""
+    for cause in _chain(error):
+        if isinstance(cause, StatementError):
+            cause.hide_parameters = True
+        elif isinstance(cause, PendingRollbackError):
+            # Its text quotes the first error's, parameters and all; that one is in the chain, or was swallowed.
+            cause.args = (str(cause.args[0]).partition(" Original exception was:")[0], *cause.args[1:])
 
 
 def _chain(error: BaseException) -> list[BaseException]:

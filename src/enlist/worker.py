@@ -5,15 +5,12 @@ from __future__ import annotations
 import datetime as dt
 import os
 import secrets
-import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager
-from queue import SimpleQueue
-from typing import Any, Final
+from typing import Final
 
 import sqlalchemy as sa
 
@@ -26,11 +23,15 @@ from enlist._engines import (
     check_binds,
     sync_sessions,
 )
+from enlist._lifespan import AnyLifespan
 from enlist._options import Duration, as_timedelta, check_integer, check_name
+from enlist._orders import Orders
 from enlist._rates import RateLimit
 from enlist._running import Running
+from enlist.events import Listener, listeners_of
 from enlist.exceptions import ConfigurationError
 from enlist.handlers import HandlerRegistry
+from enlist.health import Health
 from enlist.models import JobRecord, JobRecordMixin
 
 __all__ = ["Worker"]
@@ -38,9 +39,13 @@ __all__ = ["Worker"]
 DEFAULT_CONCURRENCY: Final = 10
 MAX_CONCURRENCY: Final = 1000
 SHORTEST_LEASE: Final = 0.1
+LONGEST_INTERVAL: Final = dt.timedelta(days=1)
 DRAIN_LOOK_SECONDS: Final = 0.02
 SIGNAL_SECONDS: Final = 0.5
 """How long a signal may go unnoticed."""
+
+_inherited: Final[list[object]] = []
+"""Workers that the parent process has started. Collected they would end its transactions, over the same sockets."""
 
 
 class Worker:
@@ -62,8 +67,14 @@ class Worker:
     :param shutdown_timeout: how long handlers may go on after a stop was asked for; default 30 s.
     :param reaper_interval: how often the jobs of dead workers are looked for; default half the lease.
     :param record: the mapped class of the jobs; default :class:`~enlist.models.JobRecord`.
-    :param lifespan: makes a context manager that is entered at the start and left at the end; what it yields is
-        ``job.resources``.
+    :param lifespan: makes a context manager, plain or async, that is entered at each start and left at its end; what
+        it yields is ``job.resources``. An async one is on the event loop of the async handlers: what it opens is for
+        them. What entering it raises :meth:`start` raises; what leaving it raises is logged.
+    :param listen_bind: an engine whose connections go directly to the server, for LISTEN, where ``bind`` goes through
+        PgBouncer in transaction mode: LISTEN is of no use there, jobs are found by polling, and the worker says so.
+        Default connections as those of ``bind``.
+    :param events: a function, or several, called with a :class:`~enlist.JobEvent` at each step of each job, on the
+        worker's threads. What it raises is logged once; while it runs, something of the worker waits. Default none.
     :raises ConfigurationError: these do not fit together.
     :raises InvalidOption: one of them is not what it may be.
     """
@@ -82,12 +93,18 @@ class Worker:
         poll_interval: Duration = 1,
         shutdown_timeout: Duration = 30,
         reaper_interval: Duration | None = None,
+        listen_bind: sa.Engine | None = None,
         record: type[JobRecordMixin] = JobRecord,
-        lifespan: Callable[[], AbstractContextManager[Any]] | None = None,
+        lifespan: Callable[[], AnyLifespan] | None = None,
+        events: Listener | Iterable[Listener] | None = None,
     ) -> None:
         if not isinstance(handlers, HandlerRegistry) or not len(handlers):
             raise ConfigurationError(f"a worker needs a HandlerRegistry with at least one handler, not {handlers!r}")
         check_binds(bind, sync_bind, async_bind)
+        if listen_bind is not None:
+            if not isinstance(listen_bind, sa.Engine):
+                raise ConfigurationError(f"listen_bind= takes an Engine, not {listen_bind!r}")
+            check_binds(listen_bind, None, None)
         if not (isinstance(record, type) and issubclass(record, JobRecordMixin) and sa.inspect(record, raiseerr=False)):
             raise ConfigurationError(f"record must be a mapped class with JobRecordMixin, not {record!r}")
         if lifespan is not None and not callable(lifespan):
@@ -97,13 +114,15 @@ class Worker:
         self.queues = _check_queues(queues, concurrency)
         self.rate_limits = _check_rate_limits(rate_limits, self.queues)
         self._bind, self._sync_bind, self._async_bind = bind, sync_bind, async_bind
-        self._lease = _at_least("lease", lease, SHORTEST_LEASE)
-        self._poll_seconds = _at_least("poll_interval", poll_interval, 0.01).total_seconds()
+        self._listen_bind = listen_bind
+        self._lease = _interval("lease", lease, SHORTEST_LEASE)
+        self._poll_seconds = _interval("poll_interval", poll_interval, 0.01).total_seconds()
         self._shutdown_seconds = as_timedelta("shutdown_timeout", shutdown_timeout).total_seconds()
         reaper = self._lease / 2 if reaper_interval is None else reaper_interval
-        self._reaper_seconds = _at_least("reaper_interval", reaper, 0.01).total_seconds()
+        self._reaper_seconds = _interval("reaper_interval", reaper, 0.01).total_seconds()
         self._record = record
         self._lifespan = lifespan
+        self._listeners = listeners_of(events)
         self._stop_asked = threading.Event()
         self._stop_now = threading.Event()
         self._running: Running | None = None
@@ -111,7 +130,19 @@ class Worker:
         self._clean = True
         self._sync: SyncSessions | None = None
         self._async: AsyncSessions | None = None
+        self._process = os.getpid()
         self._make_sessions()  # found wrong now, not when the first job comes
+
+    def _leave_to_parent(self) -> None:
+        """After a fork: threads are gone, and connections are open in both processes, for the one that opened them."""
+        if self._process == os.getpid():
+            return
+        self._process = os.getpid()
+        _inherited.extend([self._running, self._async])
+        self._running = self._async = None
+        self._stopping = threading.Lock()
+        if self._sync is not None:
+            self._sync.engine.dispose(close=False)
 
     def _make_sessions(self) -> None:
         """Sessions for the kinds of handlers that there are; more may have been registered since the last time."""
@@ -138,27 +169,20 @@ class Worker:
             raise ConfigurationError(
                 "Worker.run() takes signals, so it must be called in the main thread; elsewhere use start() and stop()"
             )
+        self._run(Orders(), lambda: None)
+
+    def _run(self, orders: Orders, started: Callable[[], None]) -> None:
+        """The same for whoever gives orders, and wants to know when the worker has begun."""
         self._stop_asked.clear()
         self._stop_now.clear()
-        # A signal's handler runs between any two steps of this thread, which may hold an Event's lock just then: it
-        # sets no Event, it puts the signal's number where another thread takes it.
-        signals: SimpleQueue[int] = SimpleQueue()
-        heeding = threading.Thread(target=self._heed, args=(signals,), name="enlist-signals", daemon=True)
-        heeding.start()
-        numbers = (signal.SIGTERM, signal.SIGINT)
-        previous = {number: signal.signal(number, lambda got, _: signals.put(got)) for number in numbers}
-        try:
+        with orders.heeded(self._stop_asked, self._stop_now):
             self._begin()
+            started()
             # With a timeout: a signal that comes between Python's last look for one and the lock's sleep would wait
             # for the next wake (measured: 1 in 8 of those sent while the worker starts).
             while not self._stop_asked.wait(SIGNAL_SECONDS):
                 pass
             clean = self.stop()
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-            signals.put(0)
-            heeding.join()
         if not clean or self._stop_now.is_set():
             raise SystemExit(1)
 
@@ -177,6 +201,7 @@ class Worker:
             self.stop()
 
     def _begin(self, seconds: float | None = None) -> None:
+        self._leave_to_parent()
         if self._running is not None:
             raise ConfigurationError("the worker is running already: stop it first")
         self.name = _new_name()  # the worker may have been made before a fork: two must never have the same
@@ -199,8 +224,10 @@ class Worker:
 
         :return: whether every handler had ended.
         """
+        self._leave_to_parent()
         self._stop_asked.set()
-        if self._running is not None and self._running.executor.in_handler:
+        running = self._running
+        if running is not None and (running.executor.in_handler or running.events.in_listener):
             threading.Thread(target=self.stop, name="enlist-stop").start()
             return False
         with self._stopping:  # whoever comes second waits for the first
@@ -210,6 +237,14 @@ class Worker:
                 finally:
                     self._running = None
             return self._clean
+
+    def health(self) -> Health:
+        """Tell how the worker is, from any thread and at any time; no IO."""
+        running = self._running
+        if running is not None:
+            return running.health()
+        slots = sum(self.queues.values())
+        return Health(running=False, listening=False, jobs=0, stuck=0, slots=slots, free=0)
 
     def drain(self, timeout: Duration | None = None) -> None:
         """Run jobs until none is due, then stop. For scripts, and for tests with connections of their own.
@@ -230,13 +265,6 @@ class Worker:
             self.stop()
         if not drained:
             raise TimeoutError(f"jobs were still due after {seconds:g} seconds")
-
-    def _heed(self, signals: SimpleQueue[int]) -> None:
-        """Take signals until 0: the first asks to stop, the second to stop now."""
-        while signals.get():
-            if self._stop_asked.is_set():
-                self._stop_now.set()
-            self._stop_asked.set()
 
 
 def _wait_until_drained(claimer: Claimer, seconds: float | None, stop_asked: threading.Event) -> bool:
@@ -285,8 +313,10 @@ def _check_rate_limits(limits: Mapping[str, RateLimit] | None, queues: Mapping[s
     return dict(limits)
 
 
-def _at_least(name: str, value: Duration, low: float) -> dt.timedelta:
+def _interval(name: str, value: Duration, low: float) -> dt.timedelta:
     duration = as_timedelta(name, value)
     if duration.total_seconds() < low:
         raise ConfigurationError(f"{name} must be at least {low:g} seconds, not {value!r}")
+    if duration > LONGEST_INTERVAL:  # a mistake, milliseconds perhaps: a dead worker's jobs would wait for so long
+        raise ConfigurationError(f"{name} must be at most a day, 86400 seconds, not {value!r}")
     return duration

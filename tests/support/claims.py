@@ -35,7 +35,8 @@ def claim_parameters(
 
 def claim(connection: Connection, statements: Statements, queues: dict[str, int], **given: Any) -> list[Any]:
     """Claim jobs without a concurrency key; the rows that were taken."""
-    return list(connection.execute(statements.claim, claim_parameters(queues, **given)).all())
+    rows = connection.execute(statements.claim, claim_parameters(queues, **given)).all()
+    return [row for row in rows if row.id is not None]
 
 
 def look(connection: Connection, statements: Statements, queues: dict[str, int], **given: Any) -> list[Any]:

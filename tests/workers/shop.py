@@ -31,6 +31,7 @@ LABEL: str = SETTINGS.pop("label", "")
 
 handlers = HandlerRegistry()
 SOON = tenacity.wait_fixed(0.05)
+SHARED = sa.text("SELECT count(*) FROM shop_effect WHERE xmin = pg_current_xact_id()::xid")
 _go = threading.Semaphore(0)
 _output = threading.Lock()
 
@@ -65,6 +66,12 @@ def asleep(session: Session, job: Job[dict[str, Any]]) -> None:
     """Never returns."""
     say("run", job.kind, job.id, job.attempt)
     threading.Event().wait()
+
+
+@handlers.handler("asleep for too long", wait=tenacity.wait_fixed(60), timeout=0.2)
+def asleep_for_too_long(session: Session, job: Job[dict[str, Any]]) -> None:
+    """The same, and has a timeout."""
+    asleep(session, job)
 
 
 @handlers.handler("async asleep", wait=SOON)
@@ -109,6 +116,16 @@ def counting(session: Session, job: Job[dict[str, Any]]) -> None:
     with engine.begin() as connection:
         connection.execute(inside.values(value=Counter.value - 1))
     note(session, job)
+
+
+@handlers.handler("grouped", wait=SOON, commit_every=50)
+def grouped(session: Session, job: Job[dict[str, Any]]) -> None:
+    """Shares its transaction with those that wait for its slot; one of them kills the process."""
+    note(session, job)
+    session.flush()
+    if job.payload.get("kills"):
+        say("run", job.kind, job.id, job.attempt, session.scalar(SHARED))
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 @handlers.handler("exit", wait=SOON)

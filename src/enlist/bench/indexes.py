@@ -186,7 +186,7 @@ class _Bench:
             give_back=_unexpected,
         )
         claimer.slots = Slots({QUEUE: CLAIM_BATCH}, _unexpected, _ignore)
-        heartbeat = Heartbeat(self.database, leases, LEASE, _unexpected)
+        heartbeat = Heartbeat(self.database, leases, LEASE, _unexpected, _unexpected)
         completer = Completer(self.database, leases, _ignore, _ignore)
         done, last = 0, time.monotonic()
         while done < jobs:
@@ -256,7 +256,7 @@ def _ignore(*_: object) -> None:
     pass
 
 
-def _unexpected(run: object) -> None:
+def _unexpected(run: object, _why: str = "") -> None:
     raise EnlistError(f"{run} was not to be lost: is something else at work on this table?")
 
 

@@ -17,7 +17,7 @@ from enlist.models import JobRecord, JobRecordMixin, rate_table_of
 
 __all__ = ["LATEST_STEP", "current_step", "migrate", "verify_schema"]
 
-LATEST_STEP: Final = 3
+LATEST_STEP: Final = 4
 """The step that this release of enlist needs."""
 
 # Any constant will do: it makes concurrent migrations of one database wait for each other.

@@ -1,0 +1,138 @@
+"""The end of a handler's transaction: its effects and the job's status are committed together, or not at all."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import sqlalchemy as sa
+
+from enlist._driver import is_transaction_failed, sqlstate
+from enlist._staging import has_waiting, write_waiting
+from enlist._statements import of_this_minute
+from enlist._transactions import IN_FAILED_TRANSACTION
+from enlist.exceptions import LeaseLost, TransactionAborted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from sqlalchemy.orm import Session
+
+    from enlist._session import Guard, GuardedSession
+    from enlist._slots import Run
+
+__all__ = ["close_member", "finish", "finish_group"]
+
+SWALLOWED = (
+    "the handler returned though its transaction was aborted by an earlier error, which it swallowed; let the error"
+    " out, or put the statement that may fail into a savepoint (session.begin_nested())"
+)
+
+
+def finish(session: GuardedSession) -> bool:
+    """Commit a handler's effects together with the job's status.
+
+    :return: False if the session was never used: then there is nothing to commit, and the job is still running.
+    :raises TransactionAborted: the transaction had failed and the handler swallowed the error.
+    :raises CommitRefused: the handler ended the transaction by some way that could not be refused at once.
+    :raises LeaseLost: the job is not this attempt's any more.
+    """
+    guard = _checked(session)
+    if not _is_used(session, guard):
+        return False
+    with _telling_of_swallowed_errors():
+        connection = _connection(session, guard)
+        statement = of_this_minute(guard.statements.finish)
+        result = connection.execute(statement, {"job_id": guard.job_id, "token": guard.token})
+    if cast("sa.CursorResult[Any]", result).rowcount != 1:
+        raise LeaseLost(guard.job_id)
+    _commit(session, guard)
+    return True
+
+
+def close_member(session: GuardedSession) -> bool:
+    """End one job's part of a group's transaction; return whether another may follow in it.
+
+    :raises TransactionAborted, CommitRefused: as :func:`finish`.
+    """
+    guard = _checked(session)
+    if guard.used:
+        with _telling_of_swallowed_errors():
+            guard.check_roots()
+            session.flush()
+        if any(is_transaction_failed(used.connection.driver_connection) for used, _ in guard.roots):
+            raise TransactionAborted(SWALLOWED)
+    session.expunge_all()
+    # A row that is locked, since its version is that of the transaction's snapshot, is the only one that can be.
+    return not guard.locked and not has_waiting(session)
+
+
+def finish_group(session: GuardedSession, runs: Sequence[Run]) -> bool:
+    """Commit the effects of several jobs together with their statuses.
+
+    :return: False if none has used the session.
+    :raises LeaseLost: one of the jobs is not this attempt's any more; nothing is committed.
+    """
+    guard = _checked(session)
+    if not _is_used(session, guard):
+        return False
+    with _telling_of_swallowed_errors():
+        connection = _connection(session, guard)
+        statement = of_this_minute(guard.statements.finish_group)
+        held = {"ids": [run.id for run in runs], "tokens": [run.token for run in runs]}
+        done = set(connection.execute(statement, held).scalars())
+    for run in runs:
+        if run.id not in done:
+            raise LeaseLost(run.id)
+    _commit(session, guard)
+    return True
+
+
+def _checked(session: GuardedSession) -> Guard:
+    guard = session.guard
+    assert guard is not None
+    if guard.broken is not None:
+        raise TransactionAborted(
+            f"the handler returned after {guard.broken} on its session: what it wrote is not there,"
+            " so the attempt counts as failed; return to commit, raise to roll back"
+        )
+    return guard
+
+
+def _is_used(session: Session, guard: Guard) -> bool:
+    if guard.savepoints and (session.new or session.dirty or session.deleted):
+        return True
+    return guard.used or guard.always
+
+
+def _connection(session: Session, guard: Guard) -> sa.Connection:
+    """The connection for the jobs' status, when all that the handler has added is sent."""
+    guard.check_roots()
+    session.flush()
+    # The UPDATE, for sessions that send reads elsewhere, and tell them by the statement.
+    write = sa.update(guard.statements.table)
+    connection = session.connection(bind_arguments={"mapper": sa.inspect(guard.record), "clause": write})
+    guard.check_connections()
+    return connection
+
+
+def _commit(session: GuardedSession, guard: Guard) -> None:
+    write_waiting(session)
+    guard.ours = guard.committing = True
+    session.commit()
+
+
+@contextmanager
+def _telling_of_swallowed_errors() -> Iterator[None]:
+    try:
+        yield
+    except sa.exc.PendingRollbackError:
+        # from None: its text has that of the flush's error, bound parameters and all.
+        raise TransactionAborted(
+            "the handler returned after a flush that failed, whose error it swallowed: the transaction is rolled back;"
+            " let the error out, or flush inside of a savepoint (session.begin_nested())"
+        ) from None
+    except sa.exc.DBAPIError as error:
+        if sqlstate(error) == IN_FAILED_TRANSACTION:
+            raise TransactionAborted(SWALLOWED) from error
+        raise
