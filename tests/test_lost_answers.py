@@ -61,7 +61,7 @@ def test_a_claim_whose_answer_is_lost_is_given_back_and_costs_no_attempt(
     with Session(engine) as session, session.begin():
         repo.enqueue_many(session, [Plain() for _ in range(5)])
     runs: list[int] = []
-    proxy.lose_answer_to(b"WITH marks AS MATERIALIZED")
+    proxy.lose_answer_to(b"WITH first_look AS MATERIALIZED")
     worker = Worker(lossy_engine, handlers(runs), lease=60, poll_interval=0.2)
     worker.start()
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime as dt
 import functools
 import threading
@@ -31,6 +32,9 @@ from enlist import (
     Snooze,
     Worker,
 )
+from enlist._slots import Run
+from enlist.events import Events
+from enlist.handlers import Handler
 from tests.shop import Effect
 from tests.support import Observer, wait_until
 from tests.support.jobs import Jobs, running
@@ -263,6 +267,59 @@ def test_jobs_of_another_worker_are_told_when_they_are_taken_back(
     assert (found[again].status, found[last].status) == (JobStatus.QUEUED, JobStatus.DEAD)
     assert (found[last].attempt, found[last].max_attempts, found[last].worker) == (1, 1, worker.name)
     assert found[again].error == "worker lost: gone let the lease run out"
+
+
+@pytest.mark.parametrize("kind", ["plain", "hold_lock", "async"])
+def test_what_was_given_up_commits_nothing_though_the_row_is_still_its_own(
+    kind: str, engine: Engine, jobs: Jobs, observer: Observer
+) -> None:
+    """A handler that takes no notice, and a fence that would let it pass. Told is what came first, and only that."""
+    handlers = HandlerRegistry()
+    recorder = Recorder()
+    go = threading.Event()
+
+    def plain(session: Session, job: Job[Any]) -> None:
+        session.add(Effect(job_id=job.id))
+        session.flush()
+        go.wait(20)
+
+    @handlers.handler("async", wait=LATER)
+    async def asynchronous(session: AsyncSession, job: Job[Any]) -> None:
+        session.add(Effect(job_id=job.id))
+        await session.flush()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(20)
+
+    handlers.handler("plain", wait=LATER)(plain)
+    handlers.handler("hold_lock", wait=LATER, hold_lock=True)(plain)
+    job_id = jobs.add(kind)
+    worker = Worker(engine, handlers, poll_interval=0.05, events=recorder)
+    try:
+        with running(worker):
+            recorder.wait(EventName.STARTED)
+            assert worker._running is not None
+            (run,) = worker._running.leases.all()
+            observer.wait_for("SELECT count(*) > 0 FROM pg_stat_activity WHERE query LIKE 'INSERT INTO shop_effect%%'")
+            worker._running._lost(run, "its lease could not be renewed")
+            go.set()
+            wait_until(lambda: worker.health().free == worker.health().slots)
+    finally:
+        go.set()
+    assert jobs.effects(job_id) == []
+    assert jobs.row(job_id)["status"] == "running"  # until its lease ends
+    assert recorder.names == ["started", "lease_lost"]
+
+
+def test_of_two_endings_the_first_is_told() -> None:
+    """As when a COMMIT goes through at the moment in which the attempt is given up."""
+    recorder = Recorder()
+    handler = Handler("k", print, None, is_async=False)
+    run = Run(uuid.uuid4(), 1, "k", "q", 1, 2, "{}", "{}", handler, keyed=False, careful=False, lease_ends=0.0)
+    events = Events((recorder,), "w")
+    for name in (EventName.STARTED, EventName.LEASE_LOST, EventName.DONE):
+        events.emit(name, run)
+    assert recorder.names == ["started", "lease_lost"]
+    assert recorder.events[0].waited_seconds is None
 
 
 def test_each_attempt_has_a_start_and_one_end(engine: Engine, jobs: Jobs) -> None:

@@ -151,10 +151,9 @@ def test_a_frozen_connection_is_noticed_in_time_and_replaced(
         assert time.monotonic() - frozen < 2 * lease / 3 + SOON
         wait_until(lambda: one.health().listening, SOON)
         assert jobs.wait(enqueued(jobs), timeout=SOON)["status"] == "done"
-    assert [record.getMessage() for record in caplog.records] == [
-        "the worker's listener failed, trying again: TimeoutError: no answer in 0.5 seconds: the network has lost the"
-        " connection"
-    ]
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith("the worker's listener failed, trying again: ")
+    assert "no answer in 0.5 seconds: the network has lost the connection" in message
 
 
 def test_a_silent_connection_that_lives_is_kept(

@@ -147,7 +147,7 @@ def test_a_signal_while_a_claim_waits_for_ever(
         process.terminate()
         asked = time.monotonic()
         assert process.wait() == 0
-        assert time.monotonic() - asked < 5
+        assert time.monotonic() - asked < 8
     # The server does not go on with it, and carry it out when nobody is there any more.
     assert_no_claim_is_left(observer)
     let_claims_go(observer)
@@ -164,7 +164,7 @@ def test_a_stop_while_a_claim_waits_for_ever(when: str, engine: Engine, jobs: Jo
     wait_held_up(observer)
     asked = time.monotonic()
     assert worker.stop()
-    assert time.monotonic() - asked < 4
+    assert time.monotonic() - asked < 8
     assert_no_claim_is_left(observer)
     let_claims_go(observer)
     assert_as_if_never_claimed(jobs, ids)
@@ -212,7 +212,7 @@ def test_a_stop_when_the_answer_to_a_claim_was_lost(database_url: URL, jobs: Job
 # -- at any moment -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rounds", [15, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(300)])])
+@pytest.mark.parametrize("rounds", [8, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(300)])])
 def test_stops_at_any_moment_leave_nothing_behind(rounds: int, engine: Engine, jobs: Jobs, observer: Observer) -> None:
     worker = Worker(engine, effects(), queues={"default": 10}, poll_interval=0.01)
     ids: list[uuid.UUID] = []

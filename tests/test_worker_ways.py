@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pytest
 import sqlalchemy as sa
 import tenacity
-from sqlalchemy import URL
+from sqlalchemy import URL, Engine
 from sqlalchemy.orm import Session
 
 from enlist import (
@@ -292,6 +292,33 @@ def test_after_a_failure_they_run_by_themselves_for_a_while(
         "SELECT DISTINCT count(*) FROM shop_effect GROUP BY xmin HAVING min(job_id::text) = ANY(%s)",
         [str(job_id) for job_id in following],
     ) == [(1,)]
+
+
+def test_a_job_that_is_lost_and_claimed_again_into_the_same_group_has_one_effect(
+    engine: Engine, jobs: Jobs, observer: Observer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("enlist._groups.GROUP_SECONDS", 5.0)
+    handlers = HandlerRegistry()
+    lost: list[uuid.UUID] = []
+
+    @handlers.handler("small", commit_every=1000)
+    def small(session: Session, job: Job[Any]) -> None:
+        session.add(Effect(job_id=job.id, attempt=job.attempt))
+        session.flush()
+        if not lost and session.scalar(IN_A_GROUP):
+            lost.append(job.id)
+            observer.execute(
+                "UPDATE enlist_job SET lease_token = lease_token + 1, status = 'queued', locked_until = NULL,"
+                " priority = 9 WHERE id = %s",
+                job.id,
+            )
+            observer.wait_for("SELECT status = 'running' FROM enlist_job WHERE id = %s", job.id)
+
+    ids = jobs.add_many("small", 3000)
+    with running(worker(engine, handlers)):
+        jobs.wait_all(timeout=30)
+    assert jobs.effects_by_job() == dict.fromkeys(ids, 1)
+    assert jobs.effects(lost[0]) == [(2, "")]
 
 
 def test_a_plain_handler_whose_time_is_over_takes_nobody_along(

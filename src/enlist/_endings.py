@@ -69,7 +69,7 @@ class Endings:
 
     def _is_done(self, run: Run) -> None:
         run.ended = True
-        run.finished = time.monotonic()
+        run.finished = run.finished or time.monotonic()
         self._leases.drop(run)
         self._events.emit(EventName.DONE, run)
 

@@ -80,10 +80,11 @@ def finish_group(session: GuardedSession, runs: Sequence[Run]) -> bool:
         connection = _connection(session, guard)
         statement = of_this_minute(guard.statements.finish_group)
         held = {"ids": [run.id for run in runs], "tokens": [run.token for run in runs]}
-        done = set(connection.execute(statement, held).scalars())
+        done = {(row.id, row.lease_token) for row in connection.execute(statement, held)}
     for run in runs:
-        if run.id not in done:
-            raise LeaseLost(run.id)
+        # With the token: a job that was lost may have been claimed again, by this worker, into this very group.
+        if (run.id, run.token) not in done:
+            raise LeaseLost(run.id, run.token)
     _commit(session, guard)
     return True
 

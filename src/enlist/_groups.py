@@ -12,6 +12,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, Final
 
+from enlist.exceptions import LeaseLost
+
 if TYPE_CHECKING:
     from enlist._slots import Run
     from enlist.handlers import Handler
@@ -48,7 +50,19 @@ class Group:
 
     def leave(self) -> None:
         """Note that the handler has returned."""
+        if self.current is not None:
+            self.current.finished = time.monotonic()
         self.current = None
+
+    def is_whole(self) -> bool:
+        """Whether there is something to commit.
+
+        :raises LeaseLost: a member was given up while it waited for the others: nothing of it may be committed.
+        """
+        for run in self.members:
+            if run.abandoned is not None:
+                raise LeaseLost(run.id, run.token)
+        return bool(self.members)
 
     def others(self, run: Run) -> list[Run]:
         """Those that wait for a member's handler."""

@@ -103,7 +103,7 @@ class Runner:
                         if not _may_go_on(following, session):
                             break
                     following = self.slots.join(run) if group.takes_more else None
-                committed = bool(group.members) and finish_group(session, group.members)
+                committed = group.is_whole() and finish_group(session, group.members)
         except BaseException as error:
             for member in self._ungrouped(group, guard, error):
                 self._attempt(member)
@@ -169,7 +169,7 @@ class Runner:
                         if not await session.run_sync(lambda s, of=following: _may_go_on(of, s)):  # type: ignore[misc]
                             break
                     following = self.slots.join(run) if group.takes_more else None
-                committed = bool(group.members) and await _on(session, finish_group, group.members)
+                committed = group.is_whole() and await _on(session, finish_group, group.members)
             finally:
                 await self._async.discard(session)
         except BaseException as error:
@@ -237,6 +237,7 @@ class Runner:
         except BaseException as error:  # a validator may raise SystemExit
             self._endings.failed(run, error)
             return None
+        run.finished = 0.0
         if not run.began:  # else it is run again, in the same attempt
             run.began = time.monotonic()
             self._events.emit(EventName.STARTED, run)
@@ -292,7 +293,7 @@ class Runner:
             return []
         if isinstance(error, LeaseLost):
             for run in runs:
-                if run.id == error.job_id:
+                if run.id == error.job_id and error.token in {None, run.token}:
                     self._endings.lost(run)
         elif len(runs) == 1 and guard is not None:  # as if it had run by itself
             wait = self._endings.raised(runs[0], guard, error, 0)
@@ -305,7 +306,7 @@ class Runner:
 def _may_go_on(run: Run, session: GuardedSession) -> bool:
     """End a member's part of its group's transaction; return whether another may follow."""
     if run.abandoned is not None:
-        raise LeaseLost(run.id)
+        raise LeaseLost(run.id, run.token)
     return close_member(session)
 
 

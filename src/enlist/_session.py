@@ -298,7 +298,7 @@ def _after_begin(session: GuardedSession, transaction: SessionTransaction, conne
     if guard.holds_lock(connection) and _is_jobs_bind(session, guard, connection) and not transaction.nested:
         parameters = {"job_id": guard.job_id, "token": guard.token, "idle_limit": guard.idle_limit}
         if connection.execute(of_this_minute(guard.statements.lock_row), parameters).first() is None:
-            raise LeaseLost(guard.job_id)
+            raise LeaseLost(guard.job_id, guard.token)
         guard.locked = True
 
 

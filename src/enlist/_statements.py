@@ -1342,7 +1342,7 @@ class Statements:
         )
 
     def finish_group(self, generation: int) -> sa.Update:
-        """Set several jobs done in their handlers' transaction: ``ids``, ``tokens``; returns those that were ours.
+        """Set several jobs done in their handlers' transaction: ``ids``, ``tokens``; rows (id, lease_token) of ours.
 
         Locked in the order of their ids, since other groups and commands lock several as well; waiting for whoever
         has one, as :meth:`finish` does. For the generation see there.
@@ -1350,7 +1350,7 @@ class Statements:
         c = self.own.c
         mine = self._lock(self._held())
         done = sa.update(self.own).prefix_with(f"/* g{generation} */").where(c.id == _among(sa.select(mine.c.id)))
-        return done.values(self._done()).returning(c.id)
+        return done.values(self._done()).returning(c.id, c.lease_token)
 
     def _latest_errors(self) -> Any:
         """The errors stored so far, less the oldest where there is no room for one more."""

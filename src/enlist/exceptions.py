@@ -114,6 +114,8 @@ class HandlerTimeout(EnlistError, TimeoutError):
 class LeaseLost(EnlistError):
     """The job's lease ended and the job is no longer this worker's: nothing of this run is committed."""
 
-    def __init__(self, job_id: uuid.UUID) -> None:
+    def __init__(self, job_id: uuid.UUID, token: int | None = None) -> None:
         super().__init__(f"job {job_id}: its lease was lost, the effects of this run are rolled back")
         self.job_id = job_id
+        self.token = token
+        """The lease token of this run, where several jobs share a transaction."""

@@ -1,6 +1,6 @@
 """A pre-fork server: engine and worker are made in the parent, the engine is used there, the children start the worker.
 
-It says ``done PID STATUS`` of each child.
+It says ``done PID STATUS`` of each child. If it is to start the worker too, it stops it when it hears something.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ worker = Worker(engine, handlers, queues={"default": 4}, poll_interval=0.05)
 
 
 def in_child() -> None:
-    if SETTINGS.get("started"):
-        assert worker.stop(), "it was started in the parent: there is nothing to stop here"
+    if SETTINGS.get("started"):  # in the parent: there is nothing to stop here
+        os._exit(0 if worker.stop() else 1)
     worker.start()
     with engine.connect() as connection:
         while connection.scalar(sa.text("SELECT count(*) FROM enlist_job WHERE status <> 'done'")):
@@ -68,6 +68,7 @@ def main() -> None:
     for pid in children:
         print("done", pid, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
     if SETTINGS.get("started"):
+        sys.stdin.readline()
         print("stopped", worker.stop(), flush=True)
     # The parent's connections are as they were.
     with engine.connect() as connection:
