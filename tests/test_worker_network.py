@@ -159,16 +159,16 @@ def test_what_is_done_in_time_is_left_alone(distant_database: Database) -> None:
 KEYED: dict[str, Any] = {"concurrency_key": "k", "concurrency_limit": 1}
 
 STATEMENTS: dict[str, tuple[bytes, str, dict[str, Any]]] = {
-    "claim": (b"WITH marks AS", "away", {}),
+    "claim": (b"WITH first_look AS", "away", {}),
     "look at keys": (b"WITH marks AS", "away", KEYED),
-    "locks of keys": (b"pg_try_advisory_xact_lock", "away", KEYED),
     "claim of keys": (b"WITH placed AS", "away", KEYED),
-    "completion": (b"SET status='done'", "away", {}),
+    "completion": (b"concurrency_slot=$", "away", {}),
     "failure": (b"ordered.delay", "failing", {}),
     "reaper": (b"WITH expired AS", "away", {"status": "running", "attempt": 1, "locked_until": "-infinity"}),
     "start of a careful job": (b"SET started_at=", "away", {"lost": 1}),
 }
-"""By the loop: what its statement has in it, and a job that it comes to."""
+"""By the loop: what its statement has in it, and a job that it comes to. (Where it is a claim of keys, the server holds
+their locks until the transaction has idled for too long: it does not learn that its client is gone.)"""
 
 
 @pytest.mark.slow
@@ -226,7 +226,7 @@ def test_a_heartbeat_that_gets_no_answer_is_sent_again_before_the_lease_ends(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("marker", [b"INSERT INTO shop_effect", b"SET status=", b"COMMIT"])
+@pytest.mark.parametrize("marker", [b"INSERT INTO shop_effect", b"COMMIT"])
 @pytest.mark.parametrize(("driver", "kind"), [("sync", "sync"), ("psycopg", "async"), ("asyncpg", "async")])
 def test_a_handlers_session_that_gets_no_answer(
     driver: str, kind: str, marker: bytes, network: TcpProxy, distant: Engine, jobs: Jobs
@@ -306,38 +306,30 @@ def test_a_start_over_a_network_that_stands_still(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("driver", ["sync", "psycopg", "asyncpg"])
-@pytest.mark.parametrize("idle", [True, False])
+@pytest.mark.parametrize(
+    ("driver", "busy"), [("sync", False), ("sync", True), ("psycopg", True), ("asyncpg", False), ("asyncpg", True)]
+)
 def test_a_stop_over_a_network_that_stands_still(
-    driver: str, idle: bool, network: TcpProxy, distant: Engine, jobs: Jobs, observer: Observer
+    driver: str, busy: bool, network: TcpProxy, distant: Engine, engine: Engine, jobs: Jobs, observer: Observer
 ) -> None:
     """It returns, whatever hangs. The jobs are another worker's when their leases have ended."""
     runs: Counter[Any] = Counter()
     kind = "sync" if driver == "sync" else "async"
     url = network.url.set(drivername=f"postgresql+{driver}")
     bind: Any = distant if driver == "sync" else create_async_engine(url)
-    ids = jobs.add_many(kind, 3 if idle else 2000)
+    ids = jobs.add_many(kind, 600 if busy else 3)
     worker = Worker(bind, handlers_for(runs), sync_bind=distant, lease=LEASE, poll_interval=0.1, shutdown_timeout=1)
     worker.start()
-    if idle:
-        jobs.wait_all()
-    else:
+    if busy:
         observer.wait_for("SELECT count(*) > 20 FROM enlist_job WHERE status = 'done'")
+    else:
+        jobs.wait_all()
     network.freeze()
     began = time.monotonic()
     worker.stop()
     assert time.monotonic() - began < STOP_SECONDS
     network.thaw()
     network.cut()
-    with running(Worker(observer_engine(observer), handlers_for(runs), queues={"default": 10}, lease=LEASE)):
+    with running(Worker(engine, handlers_for(runs), queues={"default": 10}, lease=LEASE, reaper_interval=0.5)):
         jobs.wait_all(timeout=30)
     assert jobs.effects_by_job() == dict.fromkeys(ids, 1)
-
-
-def observer_engine(observer: Observer) -> Engine:
-    """An engine by the direct way."""
-    info = observer.connection.info
-    url = URL.create(
-        "postgresql+psycopg", info.user, database=info.dbname, query={"host": info.host, "port": str(info.port)}
-    )
-    return create_engine(url, pool_size=10)

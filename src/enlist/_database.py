@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import psycopg
 import sqlalchemy as sa
 from sqlalchemy import event
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import DBAPIError, OperationalError
 
+from enlist._driver import sqlstate
 from enlist._statements import Statements, statements_for
 from enlist._watchdog import NoAnswer, Watchdog, Watched
 
@@ -20,10 +23,23 @@ if TYPE_CHECKING:
 
 __all__ = ["Database"]
 
+logger = logging.getLogger("enlist.worker")
+
 SHORTEST_SECONDS: Final = 1.0
 LONGEST_SECONDS: Final = 15.0
 
 CONNECTING: Final = "enlist: connecting"
+
+PREPARE_AFTER: Final = 5
+"""How often a statement is sent before it is prepared."""
+
+PREPARED_SECONDS: Final = 60
+"""How long a prepared statement is kept: with it its plan, which may have been made while the table was empty."""
+
+PREPARED: Final = "enlist: prepared since"
+
+NOT_OURS: Final = frozenset({"26000", "42P05", "0A000"})
+"""There is no such prepared statement, or another's; or it returns something else since the table was changed."""
 
 SEARCHES: Final = ("claim", "claim_among", "claim_limited", "look", "notify_of_keys", "reap")
 """Statements that may read much: they get twice the time. What is always cut off never comes to an end."""
@@ -56,6 +72,10 @@ class Database:
             # Before all other listeners, among them the one with which SQLAlchemy asks who the server is.
             event.listen(engine, "connect", self._connected, insert=True)
             event.listen(engine, "checkout", self._checked_out)
+        self.prepares = False
+        """Whether connections keep prepared statements: that halves the time of a claim (1.3 and 0.45 ms where nothing
+        is found). Only where a connection of ours is one to the server, and not shared by a pooler: what shows that a
+        LISTEN stays."""
         self._searches = {getattr(self.statements, name) for name in SEARCHES}
 
     def open(self) -> None:
@@ -98,14 +118,33 @@ class Database:
     @contextmanager
     def _connection(self, engine: sa.Engine, seconds: float) -> Iterator[sa.Connection]:
         with engine.connect() as connection:
+            self._prepare(connection, seconds, may_forget=engine is self.engine)
             try:
                 with self.watch(connection.connection.driver_connection, seconds) as watched:
                     yield connection
+            except DBAPIError as error:
+                if sqlstate(error) in NOT_OURS:
+                    connection.invalidate(error)
+                raise
             except NoAnswer as error:
                 connection.invalidate(error)
                 raise OperationalError(None, None, error, connection_invalidated=True) from error.__cause__
             if watched is not None and watched.cancelled:  # done at that very moment
                 connection.invalidate()
+
+    def _prepare(self, connection: sa.Connection, seconds: float, *, may_forget: bool) -> None:
+        """Have the driver prepare what it sends again and again, and forget it after a while."""
+        driver_connection, info = connection.connection.driver_connection, connection.info
+        if not isinstance(driver_connection, psycopg.Connection):
+            return
+        since = info.get(PREPARED)
+        if since is not None and may_forget and (not self.prepares or time.monotonic() > since + PREPARED_SECONDS):
+            with self.watch(driver_connection, seconds):
+                driver_connection.execute("DEALLOCATE ALL", prepare=False)
+            since = info.pop(PREPARED)
+        if self.prepares and since is None:
+            info[PREPARED] = time.monotonic()
+        driver_connection.prepare_threshold = PREPARE_AFTER if self.prepares else None
 
     def _connected(self, connection: Any, record: Any) -> None:
         if self._watchdog is not None:

@@ -94,11 +94,14 @@ class SyncSessions:
         _check_pool_of_handlers(engine)
         self.engine = engine
         self._derived = derived
+        self.used: set[GuardedSession] = set()
+        """What handlers have now."""
 
     @contextmanager
     def __call__(self) -> Iterator[GuardedSession]:
         """A session for one attempt; in the application's scoped_session as well, if the worker was given one."""
         session = self._factory()
+        self.used.add(session)
         if self._scoped is not None:
             self._scoped.registry.set(session)
         try:
@@ -106,7 +109,10 @@ class SyncSessions:
         finally:
             if self._scoped is not None:
                 self._scoped.registry.clear()
-            _discard(session, sys.exception())
+            try:
+                _discard(session, sys.exception())
+            finally:
+                self.used.discard(session)
 
     def close(self) -> None:
         """Close the connections of an engine that was made here."""
@@ -136,9 +142,12 @@ class AsyncSessions:
             self.engine, class_=factory.class_, sync_session_class=guarded(plain), **keywords
         )
         self._scoped = bind if isinstance(bind, async_scoped_session) else None
+        self.used: set[GuardedSession] = set()
+        """What handlers have now."""
 
     def open(self) -> AsyncSession:
         session: AsyncSession = self._factory()
+        self.used.add(cast("GuardedSession", session.sync_session))
         if self._scoped is not None:
             self._scoped.registry.set(session)
         return session
@@ -149,7 +158,9 @@ class AsyncSessions:
         if self._scoped is not None:
             self._scoped.registry.clear()
         # A cancellation at this moment, since the lease is lost say, must not lose the connection.
-        await asyncio.shield(asyncio.create_task(session.run_sync(_discard, error)))
+        discarding = asyncio.create_task(session.run_sync(_discard, error))
+        discarding.add_done_callback(lambda _: self.used.discard(cast("GuardedSession", session.sync_session)))
+        await asyncio.shield(discarding)
 
     async def close(self) -> None:
         """Close the engine's connections."""

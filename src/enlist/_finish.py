@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import sqlalchemy as sa
 
@@ -43,8 +43,8 @@ def finish(session: GuardedSession) -> bool:
     with _telling_of_swallowed_errors():
         connection = _connection(session, guard)
         statement = of_this_minute(guard.statements.finish)
-        result = connection.execute(statement, {"job_id": guard.job_id, "token": guard.token})
-    if cast("sa.CursorResult[Any]", result).rowcount != 1:
+        row = connection.execute(statement, {"job_id": guard.job_id, "token": guard.token}).first()
+    if row is None:
         raise LeaseLost(guard.job_id)
     _commit(session, guard)
     return True

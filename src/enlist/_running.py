@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import sqlalchemy as sa
 
 from enlist import notifier
+from enlist._abandoned import AbandonedSessions
 from enlist._cancelling import attempts_of
 from enlist._claimer import Claimer
 from enlist._completer import Completer, Settlement
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from enlist._engines import AsyncSessions
+    from enlist._session import GuardedSession
     from enlist.worker import Worker
 
 __all__ = ["Running"]
@@ -114,6 +116,7 @@ class Running:
             silence=worker._lease.total_seconds() / RENEWALS_PER_LEASE,
         )
         self.stalls: StallWatch | None = None
+        self.abandoned = AbandonedSessions(self._sessions_used, self.leases)
         self._executor_open = False
         self._lifespan: Lifespan | None = None
         self._started = False
@@ -163,6 +166,7 @@ class Running:
         self._warn_of_unserved_queues()
         self.heartbeat.loop.start()
         self.heartbeat.watch.start()
+        self.abandoned.loop.start()
         if worker._async is not None:
             self.stalls = StallWatch(*self.executor.run_on_loop(here()), self.leases)
             self.stalls.loop.start()
@@ -249,6 +253,10 @@ class Running:
             slots=sum(self._worker.queues.values()),
             free=slots.free,
         )
+
+    def _sessions_used(self) -> list[GuardedSession]:
+        made_by = (self._worker._sync, self._worker._async)
+        return [session for sessions in made_by if sessions is not None for session in sessions.used.copy()]
 
     def _give_back(self, run: Run) -> None:
         self.completer.release(run)
@@ -343,6 +351,7 @@ class Running:
             self.others.loop.stop(seconds)
             self.heartbeat.loop.stop(seconds)
             self.heartbeat.watch.stop(seconds)
+            self.abandoned.loop.stop(seconds)
         self.listener.stop(STOPPING_SECONDS)
         if self.stalls is not None:
             self.stalls.loop.stop(STOPPING_SECONDS)

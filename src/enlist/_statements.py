@@ -1328,6 +1328,9 @@ class Statements:
         It runs on the application's engine, whose driver may prepare it. A plan that was cached while the table
         was analyzed and empty is a sequential scan, and inserting does not invalidate it: so the text carries a
         number that changes every minute, and with it the plan.
+
+        COMMIT follows at once. It is bounded how long the transaction may wait for it: where it does not come, from a
+        worker that is gone or over a network that is, the row would stay locked.
         """
         c = self.own.c
         return (
@@ -1339,6 +1342,7 @@ class Statements:
                 self._is_running(c),
             )
             .values(self._done())
+            .returning(c.id, _IDLE_LIMIT)
         )
 
     def finish_group(self, generation: int) -> sa.Update:
@@ -1350,7 +1354,7 @@ class Statements:
         c = self.own.c
         mine = self._lock(self._held())
         done = sa.update(self.own).prefix_with(f"/* g{generation} */").where(c.id == _among(sa.select(mine.c.id)))
-        return done.values(self._done()).returning(c.id, c.lease_token)
+        return done.values(self._done()).returning(c.id, c.lease_token, _IDLE_LIMIT)
 
     def _latest_errors(self) -> Any:
         """The errors stored so far, less the oldest where there is no room for one more."""
