@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import sqlalchemy as sa
 from sqlalchemy import URL, Engine, create_engine
-from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
 from enlist import HandlerRegistry, Job, JobPayload, JobRepository, Worker
@@ -133,3 +133,21 @@ def test_connections_that_have_died_in_the_pools_cost_no_attempt(
     assert set(runs) == {1}  # the handler may run again within its attempt
     assert observer.row("SELECT attempt, last_error FROM enlist_job") == (1, None)
     assert observer.scalar("SELECT count(*) FROM shop_effect") == 1
+
+
+@pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
+def test_a_connection_that_is_cut_while_a_worker_starts_is_made_again(
+    driver: str, engine: Engine, proxy: LossyProxy, observer: Observer
+) -> None:
+    with Session(engine) as session, session.begin():
+        repo.enqueue(session, Coroutine())
+    runs: list[int] = []
+    proxy.lose_answer_to(b"show transaction isolation level")
+    worker = Worker(create_async_engine(proxy.url.set(drivername=f"postgresql+{driver}")), handlers(runs))
+    worker.start()
+    try:
+        observer.wait_for("SELECT count(*) = 1 FROM enlist_job WHERE status = 'done'", timeout=10)
+    finally:
+        worker.stop()
+    assert proxy.lost.is_set()
+    assert runs == [1]

@@ -108,6 +108,10 @@ def is_read_only(error: BaseException) -> bool:
     return sqlstate(error) == READ_ONLY
 
 
+OUTAGES: Final = ("08", "28", "53", "57P")
+"""How the SQLSTATEs begin of what passes: connections, authorization, resources, a server that starts or stops."""
+
+
 def is_outage(error: BaseException) -> bool:
     """Whether an error is about the connection or the server's state, and another try may do: not a refusal.
 
@@ -115,8 +119,10 @@ def is_outage(error: BaseException) -> bool:
     stops or is read-only. (:class:`~sqlalchemy.exc.TimeoutError` is the pool's.)
     """
     if isinstance(error, sa.exc.DBAPIError):
-        outage = isinstance(error, (sa.exc.OperationalError, sa.exc.InterfaceError))
-        return outage or error.connection_invalidated or is_read_only(error)
+        if isinstance(error, (sa.exc.OperationalError, sa.exc.InterfaceError)) or error.connection_invalidated:
+            return True
+        # asyncpg's are of no class of the DBAPI while a connection is being made.
+        return is_read_only(error) or (sqlstate(error) or "").startswith(OUTAGES)
     return isinstance(error, (OSError, sa.exc.TimeoutError))
 
 
