@@ -170,6 +170,7 @@ def go(directory: Path) -> None:
 # -- living ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_each_process_works_and_all_end_at_a_signal(directory: Path, jobs: Jobs) -> None:
     with Process(directory) as process:
         process.wait_ready()

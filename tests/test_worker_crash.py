@@ -89,6 +89,7 @@ def test_with_one_attempt_it_runs_once(database_url: URL, jobs: Jobs) -> None:
     assert jobs.effects_by_job() == dict.fromkeys(healthy, 1)
 
 
+@pytest.mark.slow
 def test_a_killed_holder_of_a_key_frees_it_with_its_lease(database_url: URL, jobs: Jobs) -> None:
     key: dict[str, Any] = {"concurrency_key": "k", "concurrency_limit": 1}
     held = jobs.add("holding", **key)

@@ -321,6 +321,7 @@ async def test_an_application_that_is_given_up_while_its_worker_waits_for_the_da
     gone.dispose()
 
 
+@pytest.mark.slow
 def test_a_reloaded_application_works_while_the_old_process_drains(
     database_url: URL, jobs: Jobs, observer: Observer
 ) -> None:
@@ -349,6 +350,7 @@ def test_a_reloaded_application_works_while_the_old_process_drains(
 # -- before a fork -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_worker_made_before_a_fork_works_in_each_child(database_url: URL, jobs: Jobs) -> None:
     """The connections that the parent's engine has opened are not used by two processes."""
     ids = jobs.add_many("work", 100) + jobs.add_many("async work", 100)

@@ -117,6 +117,7 @@ moments = pytest.mark.parametrize("when", ["before it is written", "before it is
 # -- while the claim is under way --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @moments
 @keyed_or_not
 def test_a_signal_while_a_claim_is_under_way(

@@ -31,7 +31,11 @@ from tests.support import Observer, wait_until
 from tests.support.jobs import Jobs, running
 from tests.support.ways import LEVELS, WAYS, Way, dispose
 
-every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+EVERY_DAY = {"lease", "lease, asyncpg", "lease, REPEATABLE READ", "hold_lock", "commit_every, asyncpg", "savepoint"}
+every_way = pytest.mark.parametrize(
+    "way",
+    [pytest.param(way, id=name, marks=[pytest.mark.slow] * (name not in EVERY_DAY)) for name, way in WAYS.items()],
+)
 
 
 @pytest.fixture

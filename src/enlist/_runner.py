@@ -75,10 +75,14 @@ class Runner:
         self.isolation: dict[bool, str | None] = {}
         """The sessions' isolation level, by whether they are async."""
 
+    def in_handlers(self) -> set[Run]:
+        """The attempts that plain handlers are at."""
+        return self._in_handlers.copy()
+
     @property
     def stuck(self) -> int:
         """How many plain handlers were given up and have not come back."""
-        return sum(run.abandoned is not None for run in self._in_handlers.copy())
+        return sum(run.abandoned is not None for run in self.in_handlers())
 
     # -- plain handlers ----------------------------------------------------------------------------------------
 
