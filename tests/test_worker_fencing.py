@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.pool import NullPool
 
-from enlist import HandlerRegistry, Job, JobRecord, Worker
+from enlist import HandlerRegistry, Job, JobRecord, JobRepository, Worker
 from enlist._database import Database
 from enlist._reaper import reap
 from enlist._statements import statements_for
@@ -259,6 +259,36 @@ def test_hold_lock_keeps_the_row_locked_from_the_first_use(engine: Engine, jobs:
 
 
 # -- conflicts are run again in the same attempt -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["plain", "async"])
+def test_what_is_given_up_between_two_runs_is_not_run_again(
+    kind: str, engine: Engine, jobs: Jobs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("enlist._endings.random.uniform", lambda *_: 1.0)
+    handlers = HandlerRegistry()
+    runs: list[int] = []
+
+    def body(session: Session, job: Job[Any]) -> None:
+        runs.append(job.attempt)
+        session.execute(sa.text("DO $$ BEGIN RAISE serialization_failure; END $$"))
+
+    @handlers.handler("plain")
+    def plain(session: Session, job: Job[Any]) -> None:
+        body(session, job)
+
+    @handlers.handler("async")
+    async def asynchronous(session: AsyncSession, job: Job[Any]) -> None:
+        await session.run_sync(body, job)
+
+    job_id = jobs.add(kind)
+    with running(Worker(engine, handlers, poll_interval=0.05)), caplog.at_level("INFO", logger="enlist.worker"):
+        wait_until(lambda: "is run again in the same attempt" in caplog.text)
+        with Session(engine) as session, session.begin():
+            assert JobRepository().cancel(session, job_id)
+    assert runs == [1]  # when the worker has stopped, and with it whatever it still would have done
+    assert jobs.status(job_id) == "cancelled"
+    assert "unexpected" not in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["plain", "async"])

@@ -110,7 +110,10 @@ class Runner:
                 committed = group.is_whole() and finish_group(session, group.members)
         except BaseException as error:
             for member in self._ungrouped(group, guard, error):
-                self._attempt(member)
+                try:
+                    self._attempt(member)
+                except BaseException as fault:  # the others have not run yet
+                    self._endings.unexpected(member, fault)
         else:
             self._group_succeeded(group, committed)
         return len(group.members)
@@ -121,9 +124,13 @@ class Runner:
         job = self._prepare(run)
         if job is None:
             return
+        wait: float | None = None
         for rerun in itertools.count():
             guard = self._guard(run)
             try:
+                if rerun:
+                    time.sleep(wait or 0.0)
+                    _check_wanted(run)
                 with self._sync() as session:
                     session.guard_by(guard)
                     self._call(run, session, job)
@@ -134,7 +141,6 @@ class Runner:
                 wait = self._raised(run, guard, error, rerun)
                 if wait is None:
                     return
-                time.sleep(wait)
             else:
                 self._succeeded(run, committed)
                 return
@@ -178,7 +184,10 @@ class Runner:
                 await self._async.discard(session)
         except BaseException as error:
             for member in await self._run_aside(self._ungrouped, group, guard, error):
-                await self._attempt_async(member)
+                try:
+                    await self._attempt_async(member)
+                except BaseException as fault:
+                    self._endings.unexpected(member, fault)
         else:
             self._group_succeeded(group, committed)
         return len(group.members)
@@ -189,9 +198,13 @@ class Runner:
         if job is None:
             return
         assert self._async is not None
+        wait: float | None = None
         for rerun in itertools.count():
             guard = self._guard(run)
             try:
+                if rerun:
+                    await asyncio.sleep(wait or 0.0)
+                    _check_wanted(run)
                 session = self._async.open()
                 try:
                     cast("GuardedSession", session.sync_session).guard_by(guard)
@@ -205,7 +218,6 @@ class Runner:
                 wait = await self._run_aside(self._raised, run, guard, error, rerun)
                 if wait is None:
                     return
-                await asyncio.sleep(wait)
             else:
                 self._succeeded(run, committed)
                 return
@@ -307,10 +319,18 @@ class Runner:
         return runs
 
 
-def _may_go_on(run: Run, session: GuardedSession) -> bool:
-    """End a member's part of its group's transaction; return whether another may follow."""
+def _check_wanted(run: Run) -> None:
+    """Do not run again what was given up meanwhile.
+
+    :raises LeaseLost: it was.
+    """
     if run.abandoned is not None:
         raise LeaseLost(run.id, run.token)
+
+
+def _may_go_on(run: Run, session: GuardedSession) -> bool:
+    """End a member's part of its group's transaction; return whether another may follow."""
+    _check_wanted(run)
     return close_member(session)
 
 
