@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import nox
@@ -80,3 +82,12 @@ def slow(session: nox.Session) -> None:
     """Run the tests that take long (marker `slow`): 2 to 3 minutes."""
     session.install("-e", ".[test]")
     session.run("pytest", "-m", "slow", "--timeout=600", "-n", "2", *session.posargs)
+
+
+@nox.session
+def pgbouncer(session: nox.Session) -> None:
+    """Run the tests through PgBouncer in transaction mode: a quarter of a minute. Needs that program."""
+    if not shutil.which("pgbouncer", path=f"{os.environ.get('PATH', '')}:/usr/sbin"):
+        session.error("there is no program pgbouncer: apt-get install pgbouncer (its service is not needed)")
+    session.install("-e", ".[test]")
+    session.run("pytest", "-m", "pgbouncer", *session.posargs)

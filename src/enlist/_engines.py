@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final, TypeAlias, cast
 
@@ -21,7 +21,8 @@ from sqlalchemy.ext.asyncio import (
 )
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
-from enlist._connecting import CONNECTING, Connecting, drop_read_only, set_up
+from enlist._connecting import Connecting, drop_read_only, set_up
+from enlist._deriving import creator_of, derivable, handler_options, has_creator
 from enlist._driver import is_read_only, shown_url
 from enlist._session import GuardedSession, guarded
 from enlist.exceptions import ConfigurationError
@@ -45,8 +46,6 @@ Bind: TypeAlias = (
     | async_scoped_session[Any]
 )
 
-DRIVER: Final = "postgresql+psycopg"
-
 HOUSEKEEPING_CONNECTIONS: Final = 5
 """Claim, complete, heartbeat, reaper and the start of a careful job, at once."""
 
@@ -58,20 +57,6 @@ CHECKOUT_SECONDS: Final = 5.0
 
 PREPARE_THRESHOLD: Final = 5
 """psycopg's default."""
-
-ASYNCPGS_CACHES: Final = ("prepared_statement_cache_size", "statement_cache_size")
-
-ASYNCPG_ONLY: Final = frozenset(
-    {
-        *ASYNCPGS_CACHES,
-        "command_timeout",
-        "max_cacheable_statement_size",
-        "max_cached_statement_lifetime",
-        "prepared_statement_name_func",
-        "timeout",
-    }
-)
-"""What asyncpg and its dialect are told of how they work: a psycopg connection to the same database needs none."""
 
 
 class SyncSessions:
@@ -159,8 +144,13 @@ class AsyncSessions:
             self._scoped.registry.clear()
         # A cancellation at this moment, since the lease is lost say, must not lose the connection.
         discarding = asyncio.create_task(session.run_sync(_discard, error))
-        discarding.add_done_callback(lambda _: self.used.discard(cast("GuardedSession", session.sync_session)))
+        discarding.add_done_callback(lambda task: self._discarded(session, task))
         await asyncio.shield(discarding)
+
+    def _discarded(self, session: AsyncSession, task: asyncio.Task[None]) -> None:
+        self.used.discard(cast("GuardedSession", session.sync_session))
+        if not task.cancelled():
+            task.exception()  # nobody waits for it any more if the handler's task was cancelled: asyncio would log it
 
     async def close(self) -> None:
         """Close the engine's connections."""
@@ -188,8 +178,12 @@ def _discard(session: Session, error: BaseException | None) -> None:
     guard = cast("GuardedSession", session).guard
     if guard is not None:
         guard.ours = True
-    if error is not None and is_read_only(error):
-        # The pool would give it to the next handler, and so on for as long as the process lives.
+    if guard is not None and error is not None and is_read_only(error):
+        # The pool would give it to the next handler, and so on for as long as the process lives; and its others too,
+        # so it drops them, as SQLAlchemy has it do when a connection turns out to be lost.
+        for connection, _ in guard.roots:
+            if not connection.closed and not connection.invalidated:
+                cast("Any", connection.engine.pool)._invalidate(connection.connection, error)
         session.invalidate()
         if isinstance(error, sa.exc.DBAPIError):
             error.connection_invalidated = True
@@ -220,8 +214,8 @@ def sync_sessions(bind: Bind, sync_bind: Bind | None, slots: int) -> SyncSession
         if isinstance(given, (sa.Engine, sessionmaker, scoped_session)):
             return SyncSessions(given)
     source = engine_of(bind)
-    url, arguments = _derivable(source, "sync_bind")
-    options = _handler_options(source)
+    url, arguments = derivable(source, "sync_bind")
+    options = handler_options(source)
     return SyncSessions(sa.create_engine(url, connect_args=arguments, pool_size=slots, **options), derived=True)
 
 
@@ -231,8 +225,8 @@ def async_sessions(bind: Bind, async_bind: Bind | None, slots: int) -> AsyncSess
         if isinstance(given, (AsyncEngine, async_sessionmaker, async_scoped_session)):
             return AsyncSessions(given)
     source = engine_of(bind)
-    url, arguments = _derivable(source, "async_bind")
-    options = _handler_options(source)
+    url, arguments = derivable(source, "async_bind")
+    options = handler_options(source)
     return AsyncSessions(create_async_engine(url, connect_args=arguments, pool_size=slots, **options))
 
 
@@ -246,10 +240,10 @@ def housekeeping_engine(bind: Bind, sync_bind: Bind | None, keyword: str = "sync
     source = engine_of(bind if sync_bind is None else sync_bind)
     if isinstance(source, sa.Engine) and source.dialect.driver == "psycopg" and not source.dialect.is_async:
         url, old = source.url, cast("Any", source.pool)
-        make = old._invoke_creator if _has_creator(old) else _sqlalchemys_creator(source)
+        make = old._invoke_creator if has_creator(old) else creator_of(source)
         listeners: dict[str, Any] = {"_dispatch": old.dispatch}
     else:
-        url, arguments = _derivable(source, keyword)
+        url, arguments = derivable(source, keyword)
         old = cast("Any", sa.create_engine(url, connect_args=arguments, poolclass=sa.NullPool).pool)
         make, listeners = old._creator, {}
     pool = sa.QueuePool(
@@ -260,35 +254,13 @@ def housekeeping_engine(bind: Bind, sync_bind: Bind | None, keyword: str = "sync
         **listeners,
     )
     engine = sa.create_engine(url, isolation_level="AUTOCOMMIT", pool=pool)
-    if listeners and _has_creator(old):
+    if listeners and has_creator(old):
         event.listen(engine, "close", _restore_connection)
         event.listen(engine, "close_detached", _restore_connection)
     event.listen(engine, "connect", set_up)
     drop_read_only(engine)
     tables = source.get_execution_options().get("schema_translate_map")
     return engine if tables is None else engine.execution_options(schema_translate_map=tables)
-
-
-def _sqlalchemys_creator(source: sa.Engine) -> Callable[[Any], Any]:
-    """Make connections as the engine does, its listeners too, but give up a server that does not answer."""
-    given = _closure(cast("Any", source.pool)._creator)["cparams"]
-    dialect = cast("Any", source.dialect)
-
-    def make(record: Any) -> Any:
-        positional, _ = dialect.create_connect_args(source.url)
-        # A copy each time: a listener may put the password of the hour into it.
-        arguments = {**_unless_given(source.url), **given}
-        for listener in dialect.dispatch.do_connect:
-            if (made := listener(dialect, record, positional, arguments)) is not None:
-                return made
-        return dialect.connect(*positional, **arguments)
-
-    return make
-
-
-def _unless_given(url: sa.URL) -> dict[str, Any]:
-    """How long connecting and a silent server are put up with, where the URL does not say."""
-    return {name: value for name, value in CONNECTING.items() if name not in url.query}
 
 
 def engine_of(bind: Bind) -> sa.Engine | AsyncEngine:
@@ -321,66 +293,6 @@ def _engine_of(bind: Any, keyword: str) -> sa.Engine | AsyncEngine:
             " engine: sessionmaker(engine)"
         )
     return bind
-
-
-def _handler_options(engine: sa.Engine | AsyncEngine) -> dict[str, Any]:
-    """What a derived engine for handlers takes over: their transactions are the same in both worlds."""
-    sync = engine.sync_engine if isinstance(engine, AsyncEngine) else engine
-    options: dict[str, Any] = {"execution_options": dict(sync.get_execution_options())}
-    level = cast("Any", sync.dialect)._on_connect_isolation_level
-    if level is not None:
-        options["isolation_level"] = level
-    return options
-
-
-def _derivable(engine: sa.Engine | AsyncEngine, keyword: str) -> tuple[sa.URL, dict[str, Any]]:
-    """The engine's URL and arguments for psycopg; refused where more than these says how its connections are made."""
-    sync = engine.sync_engine if isinstance(engine, AsyncEngine) else engine
-    pool = cast("Any", sync.pool)
-    psycopg = sync.dialect.driver in {"psycopg", "psycopg_async"}
-    arguments: dict[str, Any] = {}
-    url = sync.url
-    lost = []
-    if _has_creator(pool):
-        lost.append("its creator")
-    else:
-        # What create_engine() was given as connect_args is kept nowhere else.
-        given = _closure(pool._creator).get("cparams", {})
-        _, from_url = sync.dialect.create_connect_args(url)
-        arguments = {name: value for name, value in given.items() if name not in from_url}
-    derived = _unless_given(url)
-    if sync.dialect.driver == "asyncpg":
-        sizes = [{**url.query, **arguments}.get(name) for name in ASYNCPGS_CACHES]
-        if "0" in map(str, sizes):  # as behind a pooler, where a prepared statement may be on another connection
-            derived["prepare_threshold"] = None
-        arguments = {name: value for name, value in arguments.items() if name not in ASYNCPG_ONLY}
-        url = url.difference_update_query(ASYNCPG_ONLY)
-    if not psycopg:
-        lost += [f"connect_args[{name!r}]" for name in arguments]
-        lost += [f"the URL's {name}" for name in url.query if name not in {"host", "port", "user", "database"}]
-    listeners = [*cast("Any", sync.dialect).dispatch.do_connect, *pool.dispatch.connect]
-    lost += [f"its listener {function!r}" for function in listeners if not _is_sqlalchemys(function)]
-    if lost:
-        raise ConfigurationError(
-            f"the engine of {shown_url(sync.url)} is more than its URL ({', '.join(lost)}), so no psycopg engine can be"
-            f" derived from it: give the worker one as {keyword}="
-        )
-    return url.set(drivername=DRIVER), derived | arguments
-
-
-def _has_creator(pool: Any) -> bool:
-    """Whether the application makes the connections, ``create_engine(creator=...)``."""
-    return getattr(pool._creator, "__module__", None) != "sqlalchemy.engine.create"
-
-
-def _is_sqlalchemys(function: Any) -> bool:
-    return str(getattr(function, "__module__", "")).startswith("sqlalchemy.")
-
-
-def _closure(function: Callable[..., Any]) -> dict[str, Any]:
-    names = function.__code__.co_freevars
-    cells = function.__closure__ or ()
-    return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
 
 
 def _check_pool_of_handlers(engine: sa.Engine) -> None:
