@@ -80,6 +80,7 @@ class Endings:
         """
         if run.abandoned is not None:
             if run.abandoned == "stopped":
+                logger.info("%s is given back, since the worker stops", run, extra=run.extra(event=EventName.RELEASED))
                 self.release(run)
             else:
                 self._came_late(run)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import signal
 import threading
+import time
 from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Final
@@ -17,11 +18,15 @@ __all__ = ["Order", "Orders"]
 SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
+ONE_SIGNAL_SECONDS: Final = 0.1
+"""Signals that come together are one: who sends it to a process group may send it to the process as well."""
+
+
 class Order(enum.Enum):
     """What a worker is told."""
 
     SIGNAL = "signal"
-    """A signal has come: the first means stop, the second stop now."""
+    """A signal has come: the first means stop, a later one stop now."""
 
     STOP = "stop"
     """Stop. Said by a supervisor, and no signal: a service manager may have sent one to each process as well."""
@@ -56,9 +61,11 @@ class Orders:
             thread.join()
 
     def _heed(self, stop: threading.Event, stop_now: threading.Event) -> None:
-        signals = 0
+        first: float | None = None
         while (order := self._queue.get()) is not None:
-            signals += order is Order.SIGNAL
-            if order is Order.STOP_NOW or signals > 1:
+            again = first is not None and time.monotonic() > first + ONE_SIGNAL_SECONDS
+            if order is Order.STOP_NOW or (order is Order.SIGNAL and again):
                 stop_now.set()
+            if order is Order.SIGNAL and first is None:
+                first = time.monotonic()
             stop.set()

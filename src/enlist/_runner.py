@@ -39,7 +39,7 @@ logger = logging.getLogger("enlist.worker")
 
 T = TypeVar("T")
 
-NO_COMMIT: Final = frozenset({"timed out", "cancelled", "lease lost"})
+NO_COMMIT: Final = frozenset({"stopped", "timed out", "cancelled", "lease lost"})
 """Why an attempt was given up that must not commit even if it still can: with its row's lock the fence lets it pass."""
 
 

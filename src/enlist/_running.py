@@ -318,26 +318,25 @@ class Running:
             logger.warning("worker %s: what an unanswered claim has taken is left: %s", self._worker.name, brief(error))
 
     def _give_up(self) -> None:
-        """Cancel the async handlers, whose jobs are then given back; tell the plain ones."""
-        for run in self.leases.all():
-            if run.ended:
-                continue
-            if run.handler.is_async:
-                self.executor.abandon(run, "stopped")
-                if not run.started:  # behind a handler that blocks the event loop
-                    self.completer.release(run)
-            else:
-                run.signals.cancel_requested = True
-        end = time.monotonic() + GIVE_UP_SECONDS
-        while not self.slots.idle and time.monotonic() < end:
-            time.sleep(0.005)
+        """Cancel the async handlers and tell the plain ones: what they have done is rolled back, the jobs given back.
+
+        Also if they return now: nobody knows whether they have finished, or have seen that they should not.
+        """
         for run in self.leases.all():
             if run.ended:
                 continue
             if not run.is_in_handler:  # it has returned, and waits for another of its group
                 self.executor.abandon(run, "released")
                 self.completer.release(run)
-            elif run.abandon("stopped") or run.handler.is_async:
+                continue
+            self.executor.abandon(run, "stopped")
+            if not run.started:  # behind a handler that blocks the event loop
+                self.completer.release(run)
+        end = time.monotonic() + GIVE_UP_SECONDS
+        while not self.slots.idle and time.monotonic() < end:
+            time.sleep(0.005)
+        for run in self.leases.all():
+            if not run.ended:
                 text = "%s cannot be stopped: it is left to the end of its lease"
                 logger.warning(text, run, extra=run.extra())
 
