@@ -492,7 +492,7 @@ def test_a_validator_that_fails_in_its_own_way_is_a_payload_error() -> None:
     payload = Bound.model_validate({"value": 1}, context={"values": {1: 1}})
     with pytest.raises(PayloadError, match="cannot be read back and compared: TypeError"):
         encode(payload)
-    with pytest.raises(PayloadError, match="does not fit Bound version 1: .*; reading it raised TypeError"):
+    with pytest.raises(PayloadError, match=r"does not fit Bound version 1: .*; reading it raised TypeError"):
         decode(Bound, {"value": 1})
 
 

@@ -146,8 +146,8 @@ class HandlerRegistry:
             others, some milliseconds later; ``"commit"`` before the slot is free. Should the worker die between,
             the job runs again.
         :param on_mismatch: what becomes of a job whose payload does not fit the class: ``"retry"`` (default), a
-            failed attempt, so that a worker of another release may take it; ``"dead"``, at once. What a newer version of
-            the class has written is put back for a worker that knows it, for a day, whatever this says.
+            failed attempt, so that a worker of another release may take it; ``"dead"``, at once. What a newer version
+            of the class has written is put back for a worker that knows it, for a day, whatever this says.
         :raises HandlerError: the kind has a handler already, the function does not take ``(session, job)``, or
             the options exclude each other.
         :raises InvalidOption: an option is not what it may be.
