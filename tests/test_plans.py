@@ -82,6 +82,7 @@ HOT = {
     "fate": Hot(STATEMENTS.fate, {"job_id": IDS[0]}, "pkey"),
     "disown": Hot(STATEMENTS.disown, {"worker": "w", "ids": IDS}, "lease pkey", "lease"),
     "cancel": Hot(STATEMENTS.cancel.run, {"ids": IDS}, "pkey"),
+    "cancel_again": Hot(STATEMENTS.cancel_again.run, {"ids": IDS}, "pkey"),
     "cancel_waiting": Hot(STATEMENTS.cancel_waiting.run, {"ids": IDS}, "pkey"),
     "retry": Hot(STATEMENTS.retry.run, {"ids": IDS}, "pkey unique"),
     "reschedule": Hot(STATEMENTS.reschedule.run, {"ids": IDS, "run_at": None, "delay": LEASE}, "pkey"),

@@ -291,7 +291,8 @@ def test_one_that_cannot_start_beside_others_that_can_is_tried_again(directory: 
         ([Order.STOP_NOW], True),
     ],
 )
-def test_only_a_second_signal_means_now(orders: list[Order], now: bool) -> None:
+def test_only_a_second_signal_means_now(orders: list[Order], now: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("enlist._orders.ONE_SIGNAL_SECONDS", -1)
     stop, stop_now = threading.Event(), threading.Event()
     given = Orders()
     for order in orders:

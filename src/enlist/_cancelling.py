@@ -67,9 +67,11 @@ def cancel_by_ids(
     refuse_own(own, ids)
     rows: list[Any] = []
     left = ids
+    command = statements.cancel
     for pause in PAUSES:
-        found = connection.execute(statements.cancel.run, {"ids": left}, execution_options=PLAIN).all()
+        found = connection.execute(command.run, {"ids": left}, execution_options=PLAIN).all()
         rows += found
+        command = statements.cancel_again
         known = {row.id for row in found}
         unknown = [job_id for job_id in left if job_id not in known]
         if not unknown:
@@ -97,9 +99,10 @@ def cancel_by_conditions(
     rows: list[Any] = []
     held: dict[uuid.UUID, int] = {}
     for pause in PAUSES:
-        # The first look is at the whole table.
+        # The first look is at the whole table, and it alone may wait.
         which = [*conditions, _among(statements, held)] if held else conditions
-        found = connection.execute(statements.unheld(which, _room(limit, rows)), execution_options=PLAIN)
+        unheld = statements.unheld(which, _room(limit, rows), waits=not held)
+        found = connection.execute(unheld, execution_options=PLAIN)
         if ids := list(found.scalars()):
             refuse_own(own, ids)
             rows += connection.execute(statements.cancel_waiting.run, {"ids": ids}, execution_options=PLAIN).all()

@@ -324,6 +324,7 @@ class Statements:
         self.fate = self._fate()
         self.summary = self._summary()
         self.cancel = self._cancel(self._unheld())
+        self.cancel_again = self._cancel(self._unheld(waits=False))
         self.cancel_waiting = self._cancel(self._found())
         self.retry = self._retry()
         self.release_lapsed = self._release_lapsed()
@@ -1583,18 +1584,18 @@ class Statements:
         job = self.own.alias("job")
         return self._locked_of(job).with_for_update(key_share=True).cte("found").prefix_with("MATERIALIZED")
 
-    def _unheld(self) -> Any:
+    def _unheld(self, *, waits: bool = True) -> Any:
         """The same, but running jobs that somebody has locked are passed by: it may be for as long as a handler works.
 
         First come those that don't run, in the order of all commands: whoever waits for one of them holds no lock
-        that another may wait for.
+        that another may wait for. So only the first statement of a transaction may wait (``waits``).
         """
         parts = []
         for name, runs in (("idle", False), ("running", True)):
             job = self.own.alias("job")
             is_running = self._is_running(job.c)
             locked = self._locked_of(job).where(is_running if runs else sa.not_(is_running))
-            locked = locked.with_for_update(key_share=True, skip_locked=runs)
+            locked = locked.with_for_update(key_share=True, skip_locked=runs or not waits)
             parts.append(sa.select(locked.cte(name).prefix_with("MATERIALIZED")))
         return sa.union_all(*parts).cte("found").prefix_with("MATERIALIZED")
 
@@ -1668,14 +1669,14 @@ class Statements:
         told = sa.select(judged.c.id, judged.c.verdict, judged.c.status, token, sa.null().label("woken"))
         return Command(told.add_cte(changed.cte("changed")), fits(self.table.c))
 
-    def unheld(self, conditions: Any, limit: int | None) -> sa.Executable:
+    def unheld(self, conditions: Any, limit: int | None, *, waits: bool) -> sa.Executable:
         """Lock the queued jobs that meet conditions, and the running ones that nobody has locked; their ids, in order.
 
         With LIMIT up to as many of each are locked. See :meth:`picked` and :meth:`_unheld`.
         """
         c = self.table.c
         parts = []
-        for status, skips in (("queued", False), ("running", True)):
+        for status, skips in (("queued", not waits), ("running", True)):
             found = sa.select(c.id).where(_has_status(c, status), *conditions).order_by(c.id).limit(limit)
             locked = found.with_for_update(key_share=True, skip_locked=skips, of=self.table)
             parts.append(sa.select(locked.cte(status).prefix_with("MATERIALIZED").c.id))
