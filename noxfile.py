@@ -78,6 +78,13 @@ def docs(session: nox.Session) -> None:
 
 
 @nox.session
+def chaos(session: nox.Session) -> None:
+    """Kill and freeze workers 1,000 times and crash their server 50 times: 24 minutes; see tests/chaos for options."""
+    session.install("-e", ".[test]")
+    session.run("python", "-m", "tests.chaos", *(session.posargs or ["--seconds", "1320"]))
+
+
+@nox.session
 def slow(session: nox.Session) -> None:
     """Run the tests that take long (marker `slow`): 2 to 3 minutes."""
     session.install("-e", ".[test]")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import uuid
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 import sqlalchemy as sa
@@ -31,6 +32,8 @@ PAUSES: Final = (0.01, 0.02, 0.04, 0.08, None)
 
 ATTEMPTS_OF_A_MESSAGE: Final = 100
 """At most 57 bytes each, of the 8,000 that a notification may have."""
+
+_LIVE: Final = frozenset({JobStatus.QUEUED, JobStatus.RUNNING})
 
 _ATTEMPT: Final = re.compile(r"([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}):([0-9]{1,19})")
 
@@ -81,11 +84,12 @@ def cancel_by_ids(
         if not left:
             return rows, {}
         _pause(connection, statements, pause)
-    held = {row.id: row.lease_token for row in states if row.status is JobStatus.RUNNING}
-    # Ended just now: who has locked it then is no handler.
-    if ended := [job_id for job_id in left if job_id not in held]:
-        rows += connection.execute(statements.cancel_waiting.run, {"ids": ended}, execution_options=PLAIN).all()
-    return rows, held
+    # Not waited for even if it has ended by now: with locks on other jobs that might be a deadlock.
+    ended = [row for row in states if row.status not in _LIVE]
+    rows += [
+        SimpleNamespace(id=row.id, verdict="unchanged", status=row.status, token=None, woken=None) for row in ended
+    ]
+    return rows, {row.id: row.lease_token for row in states if row.status in _LIVE}
 
 
 def cancel_by_conditions(
