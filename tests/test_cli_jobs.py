@@ -272,7 +272,7 @@ def test_retry_wakes_the_workers_though_the_process_ends_at_once(
     dead = jobs.add("work", status="dead", attempt=20, queue="mail")
     observer.listen(statements_for(JobRecord.__table__).channel)
     assert enlist("retry", str(dead)).status == 0
-    assert observer.notified(0) == ["mail"]
+    assert observer.notified(1) == ["mail"]
 
 
 # -- cancel ------------------------------------------------------------------------------------------------------
