@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import psycopg
 import pytest
 import sqlalchemy as sa
 import tenacity
@@ -23,8 +25,10 @@ from enlist.demo.server import EmbeddedServer
 from enlist.migrations import migrate
 from tests.shop import Base, Effect
 from tests.support import Observer, wait_until
-from tests.support.databases import new_server
+from tests.support.databases import Databases, new_server
 from tests.support.jobs import Jobs, running
+from tests.support.standby import standby_of
+from tests.support.tcp_proxy import TcpProxy
 
 
 @pytest.fixture
@@ -170,7 +174,106 @@ def set_read_only(server: EmbeddedServer, value: str) -> None:
         observer.execute("SELECT pg_reload_conf()")
 
 
+@pytest.mark.slow
+def test_a_switchover_to_a_standby(private_server: EmbeddedServer, caplog: pytest.LogCaptureFixture) -> None:
+    """The name leads to the wrong one at first, then to the primary, then to the standby that takes its place.
+
+    No connection is cut when the name changes. Every job is done once, with all that the old primary has committed.
+    """
+    primary = private_server
+    prepare(primary.url())
+    with standby_of(primary) as standby, TcpProxy(primary.url()) as network:
+        network.lead_to(standby.url())
+        with Observer(primary.url()) as observer:
+            ids = Jobs(observer).add_many("sync", 300) + Jobs(observer).add_many("async", 300)
+        with Observer(standby.url()) as observer:
+            observer.wait_for("SELECT count(*) = 600 FROM enlist_job")
+        engine = create_engine(network.url, pool_size=10)
+        with running(Worker(engine, effects(), queues={"default": 4}, lease=3, poll_interval=0.05)):
+            wait_until(lambda: "cannot execute UPDATE in a read-only transaction" in caplog.text)
+            network.lead_to(primary.url())
+            with Observer(primary.url()) as observer:
+                observer.wait_for("SELECT count(*) > 50 FROM enlist_job WHERE status = 'done'", timeout=10)
+            with Observer(standby.url()) as observer:  # nothing goes there any more
+                observer.wait_for(
+                    "SELECT count(*) = 0 FROM pg_stat_activity WHERE datname = current_database()"
+                    " AND backend_type = 'client backend' AND pid <> pg_backend_pid()"
+                )
+            primary.stop("fast")  # having sent all to the standby
+            network.lead_to(standby.url())
+            with Observer(standby.url()) as observer:
+                observer.execute("SELECT pg_promote()")
+                more = Jobs(observer).add_many("sync", 10)
+                Jobs(observer).wait_all(timeout=20)
+                assert Jobs(observer).effects_by_job() == dict.fromkeys([*ids, *more], 1)
+        engine.dispose()
+
+
 # -- away --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("driver", ["sync", "psycopg", "asyncpg"])
+def test_a_host_name_that_is_gone_is_asked_for_again(
+    driver: str, database_url: URL, jobs: Jobs, observer: Observer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While the worker runs: handlers and the worker's own connections wait until the name is back."""
+    caplog.set_level(logging.INFO, "enlist")
+    own = create_engine(database_url, pool_size=4)
+    engine: Any = own if driver == "sync" else create_async_engine(database_url.set(drivername=f"postgresql+{driver}"))
+    kind = "sync" if driver == "sync" else "async"
+    gone = threading.Event()
+
+    # What the drivers raise, without asking a resolver: psycopg wraps its error, asyncpg does not.
+    no_name = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+    wrapped = psycopg.OperationalError(str(no_name))
+
+    def fail(error: Exception) -> Callable[..., None]:
+        def connect(*_arguments: object) -> None:
+            if gone.is_set():
+                raise error
+
+        return connect
+
+    sa.event.listen(own, "do_connect", fail(wrapped))
+    if driver != "sync":
+        sa.event.listen(engine.sync_engine, "do_connect", fail(no_name if driver == "asyncpg" else wrapped))
+    with running(Worker(engine, effects() if kind == "async" else plain(), sync_bind=own, poll_interval=0.05)):
+        jobs.wait(jobs.add(kind))
+        gone.set()
+        terminate(observer)
+        wait_until(lambda: "claim failed, trying again" in caplog.text)
+        job_id = jobs.add(kind)
+        gone.clear()
+        assert jobs.wait(job_id, timeout=15)["attempt"] == 1
+    own.dispose()
+    assert len(jobs.effects(job_id)) == 1
+
+
+def test_a_database_that_is_dropped_is_waited_for_until_its_tables_are_back(
+    server: Databases, database: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Restored from a backup, say."""
+    url = server.url(database)
+    engine = create_engine(url, pool_size=4)
+    with running(Worker(engine, plain(), lease=3, poll_interval=0.05)):
+        with Observer(url) as observer:
+            jobs = Jobs(observer)
+            jobs.wait(jobs.add("sync"))
+        server.drop(database)
+        wait_until(lambda: "claim failed, trying again" in caplog.text)
+        server.admin.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(database)))
+        prepare(url)
+        with Observer(url) as observer:
+            jobs = Jobs(observer)
+            assert jobs.wait(jobs.add("sync"), timeout=15)["status"] == "done"
+    engine.dispose()
+
+
+def terminate(observer: Observer) -> None:
+    observer.execute(
+        "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity"
+        " WHERE datname = current_database() AND pid <> pg_backend_pid()"
+    )
 
 
 @pytest.mark.slow

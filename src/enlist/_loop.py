@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from typing import TYPE_CHECKING, Final
 
 import tenacity
@@ -23,23 +24,33 @@ LONGEST_PAUSE: Final = 3.0
 BACKOFF: Final = tenacity.wait_exponential(multiplier=0.1, max=LONGEST_PAUSE) + tenacity.wait_random(0, 0.5)
 """How long a loop waits after an error: 0.1 s, 0.2 s ... up to 3 s."""
 
+REMINDER_SECONDS: Final = 60.0
+"""How often it is said that something still fails, and with which error by now: it may be another than the first."""
+
 LONGEST_WAIT: Final = 86_400.0
 """Most seconds between two steps: the system's clocks refuse to wait for a thousand years, a handler's timeout may."""
 
 
 class Backoff:
-    """Counts a loop's errors in a row, logs the first of them, and says how long to wait."""
+    """Counts a loop's errors in a row, logs the first of them and one a minute, and says how long to wait."""
 
     def __init__(self, what: str) -> None:
         self._what = what
+        self._said = 0.0
         self._state = tenacity.RetryCallState(retry_object=tenacity.Retrying(), fn=None, args=(), kwargs={})
         self._state.attempt_number = 0
 
     def failed(self, error: BaseException) -> float:
         """Note an error; return the seconds to wait. To be called in its ``except`` block."""
         self._state.attempt_number += 1
+        now = time.monotonic()
         if self._state.attempt_number == 1:
+            self._said = now
             logger.warning("%s failed, trying again: %s", self._what, brief(error), exc_info=trace(error))
+        elif now > self._said + REMINDER_SECONDS:
+            self._said = now
+            text = "%s still fails, %d errors by now: %s"
+            logger.warning(text, self._what, self._state.attempt_number, brief(error), exc_info=trace(error))
         return BACKOFF(self._state)
 
     def succeeded(self) -> None:

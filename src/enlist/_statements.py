@@ -93,10 +93,17 @@ ERRORS_KEPT: Final = 10
 
 _NOW: Final = sa.func.statement_timestamp(type_=sa.DateTime(timezone=True))
 
-_IDLE_LIMIT: Final = sa.func.set_config(
-    sa.literal_column("'idle_in_transaction_session_timeout'"), sa.literal_column("'10s'"), sa.true()
-)
-"""As a column of a transaction's first statement: ends the transaction of a worker that has stopped in it."""
+
+def _limit_idling(limit: sa.ColumnElement[str]) -> sa.ColumnElement[str]:
+    """Bound how long the transaction may idle, as a column of its first statement; never wider than it is set."""
+    name: sa.ColumnElement[str] = sa.literal_column("'idle_in_transaction_session_timeout'")
+    current = sa.func.current_setting(name, type_=sa.Text)
+    shorter = sa.cast(current, INTERVAL).between(sa.literal_column("'1 ms'"), sa.cast(limit, INTERVAL))  # 0 is none
+    return sa.func.set_config(name, sa.case((shorter, current), else_=limit), sa.true())
+
+
+_IDLE_LIMIT: Final = _limit_idling(sa.literal_column("'10s'", sa.Text))
+"""Ends the transaction of a worker that has stopped in it."""
 
 FINISHED: Final = ("done", "dead", "cancelled")
 """The statuses of jobs that nobody works on any more."""
@@ -1485,7 +1492,7 @@ class Statements:
         limit = sa.bindparam("idle_limit", type_=sa.Text)
         c = self.own.c
         return (
-            sa.select(c.id, sa.func.set_config("idle_in_transaction_session_timeout", limit, sa.true()))
+            sa.select(c.id, _limit_idling(limit))
             .prefix_with(f"/* g{generation} */")
             .where(
                 c.id == sa.bindparam("job_id", type_=sa.Uuid),

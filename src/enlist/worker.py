@@ -44,6 +44,9 @@ DRAIN_LOOK_SECONDS: Final = 0.02
 SIGNAL_SECONDS: Final = 0.5
 """How long a signal may go unnoticed."""
 
+_first_process: Final = os.getpid()
+"""In a child of this one an engine may have connections of the parent's, though the worker is made in the child."""
+
 _inherited: Final[list[object]] = []
 """Workers that the parent process has started. Collected they would end its transactions, over the same sockets."""
 
@@ -130,7 +133,7 @@ class Worker:
         self._clean = True
         self._sync: SyncSessions | None = None
         self._async: AsyncSessions | None = None
-        self._process = os.getpid()
+        self._process = _first_process
         self._make_sessions()  # found wrong now, not when the first job comes
 
     def _leave_to_parent(self) -> None:

@@ -58,6 +58,14 @@ class End:
         self.jobs: dict[uuid.UUID, dict[str, Any]] = {row["id"]: row for row in rows}
         self._effects = dict(observer.rows("SELECT job_id, id FROM chaos_effect"))
 
+    def grouped(self) -> int:
+        """How many jobs were committed together with others."""
+        found: int = self._observer.scalar(
+            "SELECT coalesce(sum(jobs), 0)::bigint FROM"
+            " (SELECT count(*) AS jobs FROM chaos_effect GROUP BY xmin HAVING count(*) > 1) AS together"
+        )
+        return found
+
     def check(self) -> Iterator[str]:
         """What is wrong."""
         yield from check_now(self._observer)
@@ -144,8 +152,6 @@ def way_of(kind: str) -> Any:
 
 EXPECTED_ERRORS = re.compile(
     "OnPurpose|HandlerTimeout|worker lost|it quits"
-    # of an attempt that was lost, when the job's next one has committed before it; its own ending is refused
-    '|UniqueViolation: duplicate key value violates unique constraint "chaos_effect_job_id_key"'
     "|OperationalError|InterfaceError|IdleInTransactionSessionTimeout"
     "|SerializationFailure|SerializationError|DeadlockDetected"
     # asyncpg's, for which SQLAlchemy has no class of its own
@@ -153,6 +159,11 @@ EXPECTED_ERRORS = re.compile(
     "|Connection(Error|RefusedError|ResetError|DoesNotExistError): |cannot switch to state \\d+"
 )
 """How an attempt may fail: on purpose, by a conflict with another, or by the loss of what is taken from it."""
+
+SECOND = re.compile(r'job (\S+) \(.* constraint "chaos_effect_job_id_key"')
+"""An attempt that finds the effect of another: it may if the job was taken back from it, and its own end is refused."""
+
+TAKEN_BACK = re.compile(r"job (\S+) \(.*: worker \S+ let its lease run out")
 
 EXPECTED_LINES = re.compile(
     r"ERROR enlist\.worker job \S+ \((doomed, attempt 3 of 3\) is|doomed\): worker .* the job is) dead"
@@ -186,20 +197,32 @@ def check_logs(directory: Path) -> Iterator[str]:
     """Records of the workers' logs that no fault accounts for, and whatever they wrote elsewhere."""
     for path in sorted(directory.glob("*.raw")):
         if text := path.read_text(errors="replace"):
-            yield f"worker {path.stem} wrote: {text[-3000:]}"
-    for path in sorted(directory.glob("*.log")):
-        for level, record in records(path):
-            if level in {"ERROR", "CRITICAL"} and not EXPECTED_LINES.search(record):
-                yield f"worker {path.stem} logged: {record[-3000:]}"
-            elif ": failed," in record or "failed, next attempt" in record:
-                if not EXPECTED_ERRORS.search(record):
-                    yield f"worker {path.stem} logged: {record[-3000:]}"
-            elif "Traceback" in record:
-                yield f"worker {path.stem} logged: {record[-3000:]}"
+            yield f"worker {path.stem} wrote: {_shortened(text)}"
+    logs = {path.stem: list(records(path)) for path in sorted(directory.glob("*.log"))}
+    taken_back = {match[1] for log in logs.values() for _, record in log if (match := TAKEN_BACK.search(record))}
+    for name, log in logs.items():
+        for level, record in log:
+            if not _is_expected(level, record, taken_back):
+                yield f"worker {name} logged: {_shortened(record)}"
+
+
+def _is_expected(level: str, record: str, taken_back: Collection[str]) -> bool:
+    if EXPECTED_LINES.search(record):
+        return True
+    if level in {"ERROR", "CRITICAL"}:
+        return False
+    if ": failed," in record or "failed, next attempt" in record:
+        second = SECOND.search(record)
+        return second[1] in taken_back if second is not None else EXPECTED_ERRORS.search(record) is not None
+    return "Traceback" not in record
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 4000 else f"{text[:1500]}\n[...]\n{text[-2500:]}"
 
 
 def records(path: Path) -> Iterator[tuple[str, str]]:
-    """The records of a log, (level, text); a killed worker's last may be cut off."""
+    """The records of a log, (level, text); a killed worker's last may be incomplete."""
     level = ""
     lines: list[str] = []
     for line in path.read_text(errors="replace").splitlines():

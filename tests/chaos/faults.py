@@ -38,7 +38,7 @@ class Faults:
         self.cancelled: set[uuid.UUID] = set()
         """The jobs that were cancelled while they ran."""
         self._kinds: dict[Callable[[], bool], int] = {
-            self.kill: 30,
+            self.kill: 36,
             self.freeze: 12,
             self.stop: 6,
             self.terminate: 14,
@@ -70,7 +70,9 @@ class Faults:
         return time.monotonic() + self._random.choice([0.3, 1.2, 2.0, LONGEST_FREEZE]) * self._random.uniform(0.5, 1)
 
     def _victim(self) -> Member | None:
-        return self._random.choice(self._fleet.members) if self._fleet.members else None
+        """One that is not about to end anyway."""
+        living = [member for member in self._fleet.members if member.stop_by is None and not member.may_end]
+        return self._random.choice(living) if living else None
 
     def _free_victim(self) -> Member | None:
         """One that moves; as long as enough do."""

@@ -31,7 +31,7 @@ class Settings:
     """How many jobs are kept ready, as a share of what each way says."""
     pace: float = 3.0
     """Faults a second, restarts of the server apart."""
-    restart_every: float = 25.0
+    restart_every: float = 20.0
     """Seconds between two crashes of the server."""
     fatal: float = 0.001
     """The chance that a worker kills itself at a commit."""
@@ -49,7 +49,7 @@ class Report:
     seconds: float = 0.0
     calm: float = 0.0
     met: dict[str, int] = field(default_factory=dict)
-    """What the workers' logs say."""
+    """What the workers' logs, and the rows, say that they have met."""
     statuses: dict[str, int] = field(default_factory=dict)
     by_way: dict[str, int] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)

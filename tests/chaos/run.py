@@ -114,8 +114,8 @@ class Run:
             raise self._feeder.error
         with Observer(self._url) as observer:
             end = End(observer, self._feeder.ids, self._faults.cancelled)
+            report.met = {**count_met(self._directory), "jobs committed with others": end.grouped()}
             self._wrong += [*self._fleet.wrong, *end.check(), *check_logs(self._directory)]
-        report.met = dict(count_met(self._directory))
         report.statuses = dict(Counter(job["status"] for job in end.jobs.values()))
         report.by_way = dict(Counter(job["kind"] for job in end.jobs.values() if job["status"] == "done"))
         report.wrong = self._wrong
@@ -140,7 +140,7 @@ class Run:
                 next_restart = now + settings.restart_every * self._random.uniform(0.5, 1.5)
             if now >= next_sample:
                 self._sample()
-                next_sample = now + 0.5
+                next_sample = now + 1.0
             if now >= next_word:
                 self._say(f"{end - now:.0f} s to go: {dict(self._fleet.counts)}, {len(self._feeder.ids)} jobs enqueued")
                 next_word = now + 10

@@ -240,6 +240,7 @@ CREWS = {
     crew.name: crew
     for crew in (
         Crew("usual"),
+        Crew("groups"),
         Crew("repeatable", isolation="REPEATABLE READ"),
         Crew("serializable", isolation="SERIALIZABLE"),
         Crew("asyncpg", async_driver="asyncpg"),
@@ -274,7 +275,7 @@ class Way:
     """Of the handler."""
     crew: str = "usual"
     quick: bool = False
-    """In a queue with others that are quick, where jobs are prefetched and grouped."""
+    """In a queue with others that are quick, where jobs are prefetched."""
     depth: int = 40
     """Jobs that are kept ready."""
     max_attempts: int = MOST_ATTEMPTS
@@ -317,10 +318,10 @@ WAYS = {
         Way("async_serializable", async_contended, crew="serializable"),
         Way("asyncpg", coroutine, crew="asyncpg"),
         Way("asyncpg_hold_lock", coroutine, {"hold_lock": True}, crew="asyncpg"),
-        Way("batched", nothing, quick=True, depth=150, leaves=False),
-        Way("async_batched", async_nothing, quick=True, depth=150, leaves=False),
-        Way("grouped", quick, {"commit_every": 50}, quick=True, depth=300),
-        Way("async_grouped", async_quick, {"commit_every": 50}, quick=True, depth=300),
+        Way("batched", nothing, quick=True, depth=30, leaves=False),
+        Way("async_batched", async_nothing, quick=True, depth=30, leaves=False),
+        Way("grouped", quick, {"commit_every": 50}, crew="groups", depth=400),
+        Way("async_grouped", async_quick, {"commit_every": 50}, crew="groups", depth=400),
         Way("savepoint", committing, {"on_commit": "savepoint"}),
         Way("async_savepoint", async_committing, {"on_commit": "savepoint"}),
         Way("long", long, depth=4),

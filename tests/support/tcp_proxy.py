@@ -87,6 +87,10 @@ class TcpProxy:
                 link.cut()
             self._changed.notify_all()
 
+    def lead_to(self, url: URL) -> None:
+        """Make new connections to another server; those that are open stay as they are."""
+        self._family, self._target = _address(url)
+
     def refuse(self) -> None:
         """Let no new connection in: connecting fails at once."""
         if self._listener is not None:
