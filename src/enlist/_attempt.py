@@ -159,7 +159,7 @@ def ending(run: Run, error: BaseException) -> Settlement:
     """What becomes of a job whose handler has raised."""
     try:
         return _ending(run, error)
-    except Exception as fault:  # a Snooze whose delay is none, say: that is the attempt's failure then
+    except BaseException as fault:  # a Snooze whose delay is none, say: that is the attempt's failure then
         fault.__context__ = error
         return failure(run, fault)
 

@@ -32,6 +32,9 @@ logger = logging.getLogger("enlist.worker")
 
 T = TypeVar("T")
 
+REFUSED: Final = frozenset({"released", "stopped", "timed out"})
+"""Why attempts are given up whose ending is told when it is written."""
+
 BATCH: Final = 500
 IDLE_SECONDS: Final = 1.0
 LOCKED_SECONDS: Final = 0.02
@@ -269,7 +272,8 @@ class Completer:
 
     def _lost(self, run: Run) -> None:
         self._leases.drop(run)
-        if run.abandon("lease lost"):
+        # One that was given up for another reason has told nothing yet: its ending is the one that was refused.
+        if run.abandon("lease lost") or run.abandoned in REFUSED:
             self._fenced.append(run)
 
     def _write(self, write: Callable[[list[T]], set[object]], items: list[T]) -> tuple[set[object], list[T]]:

@@ -138,6 +138,13 @@ def constraint_name(error: BaseException) -> str | None:
 
 def brief(error: BaseException) -> str:
     """Return an error's class and message. Of a database error only the server's message: no statement, no data."""
+    try:
+        return _brief(error)
+    except BaseException:  # a hostile __str__, which may raise SystemExit as well
+        return type(error).__name__
+
+
+def _brief(error: BaseException) -> str:
     if isinstance(error, sa.exc.DBAPIError) and error.orig is not None:
         names = dict.fromkeys([type(error).__name__, type(error.orig).__name__])
         return f"{' / '.join(names)}: {server_message(error)}"

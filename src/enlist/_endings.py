@@ -119,16 +119,16 @@ class Endings:
 
     def unexpected(self, run: Run, error: BaseException) -> None:
         """End an attempt after a fault of ours: the job fails, or else its lease ends by itself."""
-        text = "%s: the attempt ended in an unexpected way: %s"
-        logger.error(text, run, summarize(error), exc_info=trace(error), extra=run.extra())
         if run.ended or run.abandoned is not None:
             self._leases.drop(run)
-            return
-        try:
-            self.failed(run, error)
-        except Exception:
-            logger.exception("%s: its failure could not be written", run, extra=run.extra())
-            self._leases.drop(run)
+        else:
+            try:
+                self.failed(run, error)
+            except BaseException:
+                self._leases.drop(run)
+                raise
+        text = "%s: the attempt ended in an unexpected way: %s"
+        logger.error(text, run, summarize(error), exc_info=trace(error), extra=run.extra())
 
     def failed(self, run: Run, error: BaseException) -> None:
         """Write an ordinary failure."""

@@ -23,8 +23,8 @@ from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 from enlist._connecting import Connecting, drop_read_only, set_up
 from enlist._deriving import creator_of, derivable, handler_options, has_creator
-from enlist._driver import is_read_only, shown_url
-from enlist._session import GuardedSession, guarded
+from enlist._driver import is_read_only, is_transaction_over, shown_url
+from enlist._session import Guard, GuardedSession, guarded
 from enlist.exceptions import ConfigurationError
 
 __all__ = [
@@ -174,11 +174,38 @@ def _copy(source: AsyncEngine) -> AsyncEngine:
 
 
 def _discard(session: Session, error: BaseException | None) -> None:
-    """End a session after its attempt, which this error has ended."""
+    """End a session after its attempt, which this error has ended.
+
+    Whatever the handler has made of its connections: none goes back to the pool in a transaction.
+    """
     guard = cast("GuardedSession", session).guard
     if guard is not None:
         guard.ours = True
-    if guard is not None and error is not None and is_read_only(error):
+    try:
+        if guard is not None and error is not None:
+            _drop_read_only(session, guard, error)
+            _roll_back(guard)
+        session.close()
+    except BaseException:
+        session.invalidate()
+        if error is None:
+            raise
+
+
+def _roll_back(guard: Guard) -> None:
+    """Roll back what SQLAlchemy takes to be over, and gives back as it is: a listener has refused its commit."""
+    for connection, _ in guard.roots:
+        if connection.closed or connection.invalidated:
+            continue
+        root = connection.get_transaction()
+        is_open = not is_transaction_over(connection.connection.driver_connection)
+        if root is not None and not root.is_active and is_open:
+            connection.dialect.do_rollback(connection.connection)
+
+
+def _drop_read_only(session: Session, guard: Guard, error: BaseException) -> None:
+    """Have a pool forget its connections to a server that cannot be written to."""
+    if is_read_only(error):
         # The pool would give it to the next handler, and so on for as long as the process lives; and its others too,
         # so it drops them, as SQLAlchemy has it do when a connection turns out to be lost.
         for connection, _ in guard.roots:
@@ -187,7 +214,6 @@ def _discard(session: Session, error: BaseException | None) -> None:
         session.invalidate()
         if isinstance(error, sa.exc.DBAPIError):
             error.connection_invalidated = True
-    session.close()
 
 
 def check_binds(bind: Bind, sync_bind: Bind | None, async_bind: Bind | None) -> None:

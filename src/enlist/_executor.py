@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from enlist._endings import Endings
@@ -115,8 +116,9 @@ class Executor:
         """Have an attempt given up; return False if it was before, or has ended."""
         if run.ended or not run.abandon(reason):
             return False
-        # Those that have run before it in its transaction must not wait until it has noticed.
-        for other in run.group.others(run) if run.group is not None else ():
+        # Those that share its transaction, or its thread, must not wait until it has noticed.
+        group = run.group
+        for other in group.others(run) if group is not None else ():
             if other.abandon("released"):
                 self._endings.release(other)
         if self._loop is not None and run.handler.is_async:
@@ -175,8 +177,13 @@ class Executor:
             try:
                 jobs = self.runner.run(run)
             except BaseException as error:
-                self._endings.unexpected(run, error)
+                self._ended_unexpectedly(run, error)
             run = self._next(run, jobs, since)
+
+    def _ended_unexpectedly(self, run: Run, error: BaseException) -> None:
+        """Whatever goes wrong here as well, a log's handler say: the thread and the slot live on."""
+        with suppress(BaseException):
+            self._endings.unexpected(run, error)
 
     def _spawn(self, run: Run) -> None:
         assert self._loop is not None
@@ -203,7 +210,7 @@ class Executor:
         try:
             jobs = await self.runner.run_async(run)
         except BaseException as error:
-            self._endings.unexpected(run, error)
+            self._ended_unexpectedly(run, error)
         finally:
             self._follow(run, jobs, since)
 

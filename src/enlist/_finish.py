@@ -59,10 +59,13 @@ def close_member(session: GuardedSession) -> bool:
     if guard.used:
         with _telling_of_swallowed_errors():
             guard.check_roots()
+            while (left_open := session.get_nested_transaction()) is not None:
+                left_open.commit()  # else the next could undo it
             session.flush()
         if any(is_transaction_failed(used.connection.driver_connection) for used, _ in guard.roots):
             raise TransactionAborted(SWALLOWED)
     session.expunge_all()
+    session.as_it_was()
     # A row that is locked, since its version is that of the transaction's snapshot, is the only one that can be.
     return not guard.locked and not has_waiting(session)
 
@@ -114,7 +117,21 @@ def _connection(session: Session, guard: Guard) -> sa.Connection:
     write = sa.update(guard.statements.table)
     connection = session.connection(bind_arguments={"mapper": sa.inspect(guard.record), "clause": write})
     guard.check_connections()
+    for other in [used for used, _ in guard.roots if used is not connection]:
+        _check_failed(other)
     return connection
+
+
+def _check_failed(other: sa.Connection) -> None:
+    """Notice a failed transaction on another database than the jobs' own, where their UPDATE tells.
+
+    :raises TransactionAborted: an error there was swallowed.
+    """
+    failed = is_transaction_failed(other.connection.driver_connection)
+    if failed is None:  # asyncpg doesn't tell; the server does
+        other.exec_driver_sql("SELECT 1")
+    elif failed:
+        raise TransactionAborted(SWALLOWED)
 
 
 def _commit(session: GuardedSession, guard: Guard) -> None:

@@ -48,6 +48,10 @@ class Group:
         self.current = run
         run.group = self
 
+    def alone(self, run: Run) -> None:
+        """Note that a member is run by itself: those behind it wait for it all the same."""
+        self.current = run
+
     def leave(self) -> None:
         """Note that the handler has returned."""
         if self.current is not None:
@@ -66,13 +70,11 @@ class Group:
 
     def others(self, run: Run) -> list[Run]:
         """Those that wait for a member's handler."""
-        return [other for other in self.members if other is not run] if self.current is run else []
+        return [other for other in self.left if other is not run] if self.current is run else []
 
-    def dissolve(self) -> list[Run]:
-        """Let go of the members; return those that are to be run again."""
-        self.current = None
-        for run in self.members:
-            run.group = None
+    @property
+    def left(self) -> list[Run]:
+        """The members whose end is not known."""
         return [run for run in self.members if not run.ended]
 
 

@@ -18,6 +18,7 @@ from enlist._session import Guard, GuardedSession
 from enlist._timeouts import Timeouts
 from enlist.events import EventName
 from enlist.exceptions import LeaseLost
+from enlist.retry import summarize
 
 if TYPE_CHECKING:
     import datetime as dt
@@ -76,13 +77,13 @@ class Runner:
         """The sessions' isolation level, by whether they are async."""
 
     def in_handlers(self) -> set[Run]:
-        """The attempts that plain handlers are at."""
+        """The attempts that handlers are at, those that were given up as well."""
         return self._in_handlers.copy()
 
     @property
     def stuck(self) -> int:
         """How many plain handlers were given up and have not come back."""
-        return sum(run.abandoned is not None for run in self.in_handlers())
+        return sum(run.abandoned is not None and not run.handler.is_async for run in self.in_handlers())
 
     # -- plain handlers ----------------------------------------------------------------------------------------
 
@@ -109,7 +110,8 @@ class Runner:
                     following = self.slots.join(run) if group.takes_more else None
                 committed = group.is_whole() and finish_group(session, group.members)
         except BaseException as error:
-            for member in self._ungrouped(group, guard, error):
+            for member in self._left_of(group, guard, error):
+                group.alone(member)
                 try:
                     self._attempt(member)
                 except BaseException as fault:  # the others have not run yet
@@ -146,12 +148,13 @@ class Runner:
                 return
 
     def _call(self, run: Run, session: GuardedSession, job: Job[Any]) -> None:
+        self._enter(run)
         self.timeouts.watch(run)
-        self._in_handlers.add(run)
         try:
             call_plain(run, session, job)
         finally:
-            self._in_handlers.discard(run)
+            self.timeouts.forget(run)
+            self._leave(run)
 
     # -- async handlers ----------------------------------------------------------------------------------------
 
@@ -174,7 +177,7 @@ class Runner:
                     if job is not None:
                         group.enter(following)
                         guard = self._guard_next(sync_session, guard, following)
-                        await call_async(following, session, job)
+                        await self._call_async(following, session, job)
                         group.leave()
                         if not await session.run_sync(lambda s, of=following: _may_go_on(of, s)):  # type: ignore[misc]
                             break
@@ -183,7 +186,8 @@ class Runner:
             finally:
                 await self._async.discard(session)
         except BaseException as error:
-            for member in await self._run_aside(self._ungrouped, group, guard, error):
+            for member in await self._run_aside(self._left_of, group, guard, error):
+                group.alone(member)
                 try:
                     await self._attempt_async(member)
                 except BaseException as fault:
@@ -193,6 +197,9 @@ class Runner:
         return len(group.members)
 
     async def _attempt_async(self, run: Run) -> None:
+        task = asyncio.current_task()
+        while task is not None and task.cancelling():  # one before it in its group was cancelled
+            task.uncancel()
         # Decoding and, for a careful job, one short statement; off the loop only where it does IO.
         job = await self._run_aside(self._prepare, run) if run.careful else self._prepare(run)
         if job is None:
@@ -208,7 +215,7 @@ class Runner:
                 session = self._async.open()
                 try:
                     cast("GuardedSession", session.sync_session).guard_by(guard)
-                    await call_async(run, session, job)
+                    await self._call_async(run, session, job)
                     if run.abandoned in NO_COMMIT:
                         raise LeaseLost(run.id)
                     committed = await _on(session, finish)
@@ -221,6 +228,13 @@ class Runner:
             else:
                 self._succeeded(run, committed)
                 return
+
+    async def _call_async(self, run: Run, session: AsyncSession, job: Job[Any]) -> None:
+        self._enter(run)
+        try:
+            await call_async(run, session, job)
+        finally:
+            self._leave(run)
 
     async def _run_aside(self, function: Callable[..., T], *arguments: Any) -> T:
         """Run a function that blocks, off the loop; to its end, even if the task is cancelled meanwhile."""
@@ -253,6 +267,8 @@ class Runner:
         except BaseException as error:  # a validator may raise SystemExit
             self._endings.failed(run, error)
             return None
+        if run.abandoned is not None:  # while its payload was read
+            return self._prepare(run)
         run.finished = 0.0
         if not run.began:  # else it is run again, in the same attempt
             run.began = time.monotonic()
@@ -285,6 +301,21 @@ class Runner:
             guard.follow(session, run.id, run.token)
         return guard
 
+    def _enter(self, run: Run) -> None:
+        """Note that the handler is called now.
+
+        :raises LeaseLost: it is not to be. Who gives an attempt up says so first and then cancels what runs.
+        """
+        run.in_handler = True
+        self._in_handlers.add(run)
+        if run.abandoned is not None:
+            self._leave(run)
+            raise LeaseLost(run.id, run.token)
+
+    def _leave(self, run: Run) -> None:
+        run.in_handler = False
+        self._in_handlers.discard(run)
+
     # -- after it ----------------------------------------------------------------------------------------------
 
     def _succeeded(self, run: Run, committed: bool) -> None:
@@ -296,17 +327,29 @@ class Runner:
         return self._endings.raised(run, guard, error, rerun)
 
     def _group_succeeded(self, group: Group, committed: bool) -> None:
-        for run in group.dissolve():
+        for run in group.left:
             self._succeeded(run, committed)
+
+    def _left_of(self, group: Group, guard: Guard | None, error: BaseException) -> list[Run]:
+        """The same as :meth:`_ungrouped`; whatever goes wrong there, no member is forgotten."""
+        try:
+            return self._ungrouped(group, guard, error)
+        except BaseException as fault:
+            if not group.members:
+                raise
+            for run in group.left:
+                self._endings.unexpected(run, fault)
+            return []
 
     def _ungrouped(self, group: Group, guard: Guard | None, error: BaseException) -> list[Run]:
         """What is to be run by itself, since an exception came out of a group: nothing of it is committed."""
-        runs = group.dissolve()
+        group.leave()
         if not group.members:
             raise error
         self._sizes.failed(group.members[0].handler)
         if self._endings.group_landed(group.members, guard, error):
             return []
+        runs = group.left
         if isinstance(error, LeaseLost):
             for run in runs:
                 if run.id == error.job_id and error.token in {None, run.token}:
@@ -315,7 +358,7 @@ class Runner:
             wait = self._endings.raised(runs[0], guard, error, 0)
             return [] if wait is None else runs
         if len(runs) > 1:
-            logger.info("%d jobs of kind %s are run one by one: %s", len(runs), runs[0].kind, brief(error))
+            logger.info("%d jobs of kind %s are run one by one: %s", len(runs), runs[0].kind, summarize(error))
         return runs
 
 

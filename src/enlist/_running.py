@@ -325,13 +325,11 @@ class Running:
         for run in self.leases.all():
             if run.ended:
                 continue
-            if not run.is_in_handler:  # it has returned, and waits for another of its group
+            if not run.in_handler:  # it has not begun, or has returned and waits for another of its group
                 self.executor.abandon(run, "released")
                 self.completer.release(run)
                 continue
             self.executor.abandon(run, "stopped")
-            if not run.started:  # behind a handler that blocks the event loop
-                self.completer.release(run)
         end = time.monotonic() + GIVE_UP_SECONDS
         while not self.slots.idle and time.monotonic() < end:
             time.sleep(0.005)

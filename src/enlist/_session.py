@@ -7,6 +7,7 @@ The guard works by transaction events, since refusing methods alone leaves holes
 from __future__ import annotations
 
 import datetime as dt
+import weakref
 from typing import TYPE_CHECKING, Any, Final, Self, cast
 
 import sqlalchemy as sa
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Guard", "GuardedSession", "guarded"]
 
+SETTINGS: Final = ("autoflush", "expire_on_commit")
+
 SNAPSHOT_LEVELS: Final = frozenset({"REPEATABLE READ", "SERIALIZABLE"})
 
 
@@ -39,6 +42,7 @@ class Guard:
         "_hold_lock",
         "always",
         "base",
+        "begun_with",
         "broken",
         "committing",
         "idle_limit",
@@ -86,6 +90,8 @@ class Guard:
         """The COMMIT with the job's status was begun: whatever is raised then, it may have landed."""
         self.used = False
         """A transaction was begun at some time: the attempt's effects may be in it."""
+        self.begun_with: dict[str, Any] = {}
+        """What a handler may set in the session, as it was."""
         self.broken: str | None = None
         """How the handler ended the transaction, if it did."""
         self.spoken: set[sa.Connection] = set()
@@ -142,6 +148,7 @@ class Guard:
     def detach(self) -> None:
         """Stop listening to the connections: for those that are not closed after the attempt."""
         for connection, _ in self.roots:
+            _guards.pop(connection, None)
             if event.contains(connection, "before_cursor_execute", self.refuse_ending_statement):
                 event.remove(connection, "before_cursor_execute", self.refuse_ending_statement)
 
@@ -159,9 +166,20 @@ class GuardedSession(Session):
     def guard_by(self, guard: Guard) -> None:
         """Begin to guard the session for one attempt."""
         self.guard = guard
+        guard.begun_with = {name: getattr(self, name) for name in SETTINGS} | {"info": dict(self.info)}
         self.info[RUNNING] = guard.job_id
         if guard.savepoints:
             guard.base = super().begin(nested=True)  # no IO: the server is told of it at the first use
+
+    def as_it_was(self) -> None:
+        """Undo what the handler of a group's job has set in the session: the next is to find it new."""
+        guard = self.guard
+        assert guard is not None
+        for name in SETTINGS:
+            setattr(self, name, guard.begun_with[name])
+        ours = {key: value for key, value in self.info.items() if str(key).startswith("enlist.")}
+        self.info.clear()
+        self.info.update(guard.begun_with["info"] | ours)
 
     def _check(self, verb: str) -> None:
         if self.guard is not None and not self.guard.ours:
@@ -274,6 +292,22 @@ def _subclass(session_class: type[Session]) -> type[GuardedSession]:
     return made
 
 
+_guards: Final[weakref.WeakKeyDictionary[sa.Connection, Guard]] = weakref.WeakKeyDictionary()
+"""Of the connections that handlers' sessions have."""
+
+
+@event.listens_for(sa.Engine, "commit")
+def _refuse_commit_of_connection(connection: sa.Connection) -> None:
+    """Refuse ``session.connection().commit()``. On the class, once: a listener for each connection takes 18 us.
+
+    Rolled back first: SQLAlchemy takes the transaction to be over, and would give the connection back in it.
+    """
+    guard = _guards.get(connection)
+    if guard is not None and not guard.ours:
+        connection.dialect.do_rollback(connection.connection)
+        raise guard.refuse("commit() of the connection")
+
+
 def _after_transaction_create(session: GuardedSession, _transaction: SessionTransaction) -> None:
     # With savepoints there is a transaction from the start; a connection tells.
     if session.guard is not None and not session.guard.savepoints:
@@ -294,6 +328,7 @@ def _after_begin(session: GuardedSession, transaction: SessionTransaction, conne
     if not transaction.nested:
         guard.roots.append((connection, connection.get_transaction()))
         event.listen(connection, "before_cursor_execute", guard.refuse_ending_statement)
+        _guards[connection] = guard
     # Only on the job's own database: a session may write to others as well.
     if guard.holds_lock(connection) and _is_jobs_bind(session, guard, connection) and not transaction.nested:
         parameters = {"job_id": guard.job_id, "token": guard.token, "idle_limit": guard.idle_limit}

@@ -77,6 +77,8 @@ class Run:
     """Its end is known, and written or about to be."""
     task: asyncio.Task[None] | None = None
     """The task of an async handler."""
+    in_handler: bool = False
+    """Its handler runs now."""
     group: Group | None = None
     """The jobs that it shares a transaction with."""
     signals: Signals = field(default_factory=Signals)
@@ -111,14 +113,9 @@ class Run:
         self.signals.cancel_requested = True
         return True
 
-    @property
-    def is_in_handler(self) -> bool:
-        """Whether it is this job that its thread or task is about, not the next of its group."""
-        return self.group is None or self.group.current is self
-
     def cancel_task(self) -> None:
-        """Cancel an async handler; to be called on its event loop."""
-        if self.task is not None and self.is_in_handler:
+        """Cancel an async handler; to be called on its event loop. Its task may be about another of its group."""
+        if self.task is not None and self.in_handler:
             self.task.cancel()
 
     @property

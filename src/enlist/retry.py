@@ -52,11 +52,11 @@ def wait_after(attempt: int, error: BaseException, wait: wait_base = DEFAULT_WAI
         seconds = float(wait(state))
         if math.isnan(seconds):
             raise ValueError("the wait is not a number")
-    except Exception as fault:
+    except BaseException as fault:  # SystemExit too: the failure must be written
         if wait is DEFAULT_WAIT:
             raise
         logger.error(  # noqa: TRY400 (its traceback would quote what the handler's error quotes)
-            "the wait strategy %r failed; the default is used instead: %s", wait, describe(fault)
+            "the wait strategy %s failed; the default is used instead: %s", type(wait).__qualname__, describe(fault)
         )
         return wait_after(attempt, error)
     return dt.timedelta(seconds=min(max(seconds, 0.0), LONGEST_WAIT.total_seconds()))
@@ -67,8 +67,8 @@ def describe(error: BaseException) -> str:
 
     It never raises, whatever the exception does when it is turned into text.
     """
-    _hide_parameters(error)
     try:
+        _hide_parameters(error)
         report = traceback.TracebackException.from_exception(error, compact=True)
         while report.stack and report.stack[0].filename.startswith(OWN_CODE):
             del report.stack[0]  # how enlist came to call the handler is nothing to its author
@@ -83,10 +83,10 @@ def describe(error: BaseException) -> str:
 
 def summarize(error: BaseException) -> str:
     """Return an error's class and message, on a line, without bound parameters. It never raises either."""
-    _hide_parameters(error)
     try:
+        _hide_parameters(error)
         text = brief(error)
-    except BaseException:  # a hostile __str__, which may raise SystemExit as well
+    except BaseException:  # a hostile __cause__
         text = type(error).__qualname__
     # On a line whatever the message is: one that looks like a line of the log must not become one.
     return " ".join(storable(text, MAX_SUMMARY_CHARACTERS).split("\n"))
@@ -113,7 +113,7 @@ def _hide_parameters(error: BaseException) -> None:
             cause.hide_parameters = True
         elif isinstance(cause, PendingRollbackError):
             # Its text quotes the first error's, parameters and all; that one is in the chain, or was swallowed.
-            cause.args = (str(cause.args[0]).partition(" Original exception was:")[0], *cause.args[1:])
+            cause.args = tuple(str(arg).partition(" Original exception was:")[0] for arg in cause.args)
 
 
 def _chain(error: BaseException) -> list[BaseException]:
