@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import threading
@@ -408,3 +409,47 @@ def test_an_application_without_a_pool(database_url: URL, jobs: Jobs) -> None:
     with running(Worker(engine, plain(), poll_interval=0.05)):
         jobs.wait_all()
     assert jobs.effects_by_job() == dict.fromkeys(ids, 1)
+
+
+@pytest.mark.slow
+def test_what_an_outage_has_given_up_is_not_given_back_as_never_begun(server: Databases, database: str) -> None:
+    """It was given up with its lease, while a claim went unanswered: what ran counts as lost, and is careful then."""
+    url = server.url(database)
+    engine = create_engine(url, pool_size=4)
+    handlers = HandlerRegistry()
+    attempts: list[int] = []
+    ended = threading.Event()
+
+    @handlers.handler("async")
+    async def asynchronous(_session: AsyncSession, job: Job[Any]) -> None:
+        attempts.append(job.attempt)
+        if job.attempt == 1:
+            try:
+                await asyncio.sleep(60)
+            finally:
+                await asyncio.sleep(1)  # it tidies up
+                ended.set()
+
+    with Observer(url) as observer:
+        job_id = Jobs(observer).add("async")
+    name = sql.Identifier(database)
+    with running(Worker(engine, handlers, lease=2, poll_interval=0.05, reaper_interval=0.5)):
+        wait_until(lambda: attempts)
+        server.admin.execute(sql.SQL("ALTER DATABASE {} ALLOW_CONNECTIONS false").format(name))
+        try:
+            server.admin.execute(
+                "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE datname = %s", (database,)
+            )
+            assert ended.wait(10)
+        finally:
+            server.admin.execute(sql.SQL("ALTER DATABASE {} ALLOW_CONNECTIONS true").format(name))
+        engine.dispose()
+        row = wait_until(lambda: (row := _row(url, job_id))["status"] == "done" and row, timeout=15)
+    engine.dispose()
+    assert (row["attempt"], row["lost"]) == (2, 1)
+    assert attempts == [1, 2]
+
+
+def _row(url: URL, job_id: uuid.UUID) -> dict[str, Any]:
+    with Observer(url) as observer:
+        return Jobs(observer).row(job_id)

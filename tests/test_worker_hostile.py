@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pydantic
 import pytest
 import sqlalchemy as sa
 import tenacity
+from psycopg import sql
 from sqlalchemy import URL, Engine
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
@@ -336,3 +338,38 @@ def test_a_session_cannot_be_used_after_its_attempt(engine: Engine, jobs: Jobs) 
     for session in kept:
         with pytest.raises(sa.exc.InvalidRequestError, match="closed"):
             session.execute(sa.text("SELECT 1"))
+
+
+def test_a_right_that_is_revoked_for_a_moment_loses_no_ending(
+    database_url: URL, jobs: Jobs, observer: Observer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is not about the row: what was to be written is kept until it can be."""
+    role = f"app_{secrets.token_hex(4)}"
+    name = sql.Identifier(role)
+    observer.connection.execute(sql.SQL("CREATE ROLE {} LOGIN").format(name))
+    observer.connection.execute(sql.SQL("GRANT ALL ON ALL TABLES IN SCHEMA public TO {}").format(name))
+    own = sa.create_engine(database_url.set(username=role))
+    handlers = HandlerRegistry()
+    runs: list[int] = []
+    inside, go = threading.Event(), threading.Event()
+
+    @handlers.handler("work")
+    def work(_session: Session, job: Job[Any]) -> None:
+        runs.append(job.attempt)
+        inside.set()
+        go.wait(10)
+
+    job_id = jobs.add("work")
+    try:
+        with running(Worker(own, handlers, poll_interval=0.05)):
+            assert inside.wait(5)
+            observer.connection.execute(sql.SQL("REVOKE UPDATE ON enlist_job FROM {}").format(name))
+            go.set()
+            wait_until(lambda: "completion failed, trying again" in caplog.text)
+            observer.connection.execute(sql.SQL("GRANT UPDATE ON enlist_job TO {}").format(name))
+            assert jobs.wait(job_id)["status"] == "done"
+    finally:
+        go.set()
+        own.dispose()
+        observer.connection.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(name))
+    assert runs == [1]

@@ -100,3 +100,20 @@ def test_a_worker_that_hears_itself_prepares(engine: Engine) -> None:
         wait_until(lambda: worker.health().listening)
         assert worker._running is not None
         assert worker._running.database.prepares
+
+
+def test_a_connection_that_is_dead_when_it_is_to_forget_is_an_ordinary_loss(
+    own: Database, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own.prepares = True
+    claim(own)
+    monkeypatch.setattr("enlist._database.PREPARED_SECONDS", -1)
+    with engine.begin() as connection:
+        connection.exec_driver_sql(
+            "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity"
+            " WHERE datname = current_database() AND pid <> pg_backend_pid()"
+        )
+    with pytest.raises(sa.exc.DBAPIError) as caught:
+        claim(own, 1)
+    assert caught.value.connection_invalidated
+    claim(own, 1)

@@ -26,7 +26,7 @@ from enlist._statements import ahead, keys
 if TYPE_CHECKING:
     import datetime as dt
     import uuid
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import sqlalchemy as sa
 
@@ -113,8 +113,6 @@ class Claimer:
         self.drained = threading.Event()
         """Set when a claim found nothing while nothing was running."""
         self.all_recorded: Callable[[], bool] = lambda: True
-        self.in_handlers: Callable[[], Iterable[Run]] = lambda: ()
-        """The attempts that plain handlers are at, those that were given up as well."""
 
     def wake(self) -> None:
         """Claim now."""
@@ -193,8 +191,8 @@ class Claimer:
         """After a claim that failed: it may have been carried out, its answer lost."""
         if not self._unanswered:
             return
-        # Not those that were given up and still run: nobody is to be told that they never started.
-        held = [run.id for run in (*self._leases.all(), *self.in_handlers())]
+        # Not those that were given up: nobody is to be told that they never started.
+        held = self._leases.begun()
         rows = self._database.execute(self._database.statements.disown, {"worker": self._worker, "ids": held})
         if rows:
             logger.warning("%d jobs of a claim whose answer was lost are given back", len(rows))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 
-from enlist._driver import brief
+from enlist._driver import brief, sqlstate
 from enlist._loop import Loop
 from enlist.events import EventName, Events
 from enlist.models import JobStatus
@@ -31,6 +31,10 @@ __all__ = ["Completer", "Settlement", "parameters_of"]
 logger = logging.getLogger("enlist.worker")
 
 T = TypeVar("T")
+
+PASSING: Final = ("08", "0A", "25", "26", "40", "42", "53", "55", "57", "58")
+"""How the SQLSTATEs begin of errors that are not about a row: a connection, a right that is revoked for a moment, a
+table that is being changed. What was to be written is kept."""
 
 REFUSED: Final = frozenset({"released", "stopped", "timed out"})
 """Why attempts are given up whose ending is told when it is written."""
@@ -230,7 +234,7 @@ class Completer:
         for run in runs:
             token, status = states.get(run.id, (None, None))
             if run in refused:
-                self._leases.drop(run)
+                self._leases.give_up(run)
             # Done with our token: written before, and the answer was lost.
             elif run.id in written or (token == run.token and status is JobStatus.DONE):
                 self._leases.drop(run)
@@ -258,7 +262,7 @@ class Completer:
                 if settlement.status is JobStatus.QUEUED:
                     self._due_in((settlement.delay or dt.timedelta(0)).total_seconds(), run.queue)
             elif settlement in refused:
-                self._leases.drop(run)
+                self._leases.give_up(run)
             elif token == run.token and status is JobStatus.DONE:
                 # Given up at the very moment in which its COMMIT went through.
                 self._leases.drop(run)
@@ -284,7 +288,8 @@ class Completer:
         try:
             return write(items), []
         except DBAPIError as error:
-            if isinstance(error, (OperationalError, InterfaceError)) or error.connection_invalidated:
+            passes = isinstance(error, (OperationalError, InterfaceError)) or error.connection_invalidated
+            if passes or (sqlstate(error) or "").startswith(PASSING):
                 raise
             if len(items) == 1:
                 (item,) = items

@@ -86,7 +86,7 @@ class Endings:
                 self._came_late(run)
             return None
         if isinstance(error, LeaseLost):
-            self._leases.drop(run)
+            self._leases.give_up(run)
             if run.abandon("lease lost"):
                 self._completer.fenced(run)
             return None
@@ -120,12 +120,12 @@ class Endings:
     def unexpected(self, run: Run, error: BaseException) -> None:
         """End an attempt after a fault of ours: the job fails, or else its lease ends by itself."""
         if run.ended or run.abandoned is not None:
-            self._leases.drop(run)
+            self._leases.give_up(run)
         else:
             try:
                 self.failed(run, error)
             except BaseException:
-                self._leases.drop(run)
+                self._leases.give_up(run)
                 raise
         text = "%s: the attempt ended in an unexpected way: %s"
         logger.error(text, run, summarize(error), exc_info=trace(error), extra=run.extra())
@@ -145,7 +145,7 @@ class Endings:
 
     def lost(self, run: Run) -> None:
         """Note that the job is not this attempt's any more."""
-        self._leases.drop(run)
+        self._leases.give_up(run)
         if run.abandon("lease lost"):
             self._completer.lost(run)
 

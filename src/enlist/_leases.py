@@ -36,6 +36,9 @@ HANGING_SECONDS: Final = 1.0
 
 STILL_SECONDS: Final = 1.0
 
+GIVEN_UP_KEPT: Final = 10_000
+"""The latest: the leases of those before have ended long since."""
+
 SOON_SECONDS: Final = 0.02
 
 
@@ -45,16 +48,32 @@ class Leases:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._runs: dict[uuid.UUID, Run] = {}
+        self._given_up: dict[uuid.UUID, None] = {}
 
     def add(self, run: Run) -> None:
         with self._lock:
             self._runs[run.id] = run
+            self._given_up.pop(run.id, None)
 
     def drop(self, run: Run) -> None:
+        """Hold it no more: its end is written, or it is another's."""
         with self._lock:
             # Only this run: the same job may have been claimed again, by this very worker.
             if self._runs.get(run.id) is run:
                 del self._runs[run.id]
+
+    def give_up(self, run: Run) -> None:
+        """Hold it no more, though its row may say so until its lease has ended."""
+        self.drop(run)
+        with self._lock:
+            self._given_up[run.id] = None
+            if len(self._given_up) > GIVEN_UP_KEPT:
+                del self._given_up[next(iter(self._given_up))]
+
+    def begun(self) -> list[uuid.UUID]:
+        """The jobs that this worker has begun, as far as their rows may say that it has them still."""
+        with self._lock:
+            return [*self._runs, *self._given_up]
 
     def get(self, job_id: uuid.UUID) -> Run | None:
         """The run of a job; None if it is not held here."""

@@ -76,14 +76,11 @@ class Runner:
         self.isolation: dict[bool, str | None] = {}
         """The sessions' isolation level, by whether they are async."""
 
-    def in_handlers(self) -> set[Run]:
-        """The attempts that handlers are at, those that were given up as well."""
-        return self._in_handlers.copy()
-
     @property
     def stuck(self) -> int:
         """How many plain handlers were given up and have not come back."""
-        return sum(run.abandoned is not None and not run.handler.is_async for run in self.in_handlers())
+        runs = self._in_handlers.copy()
+        return sum(run.abandoned is not None and not run.handler.is_async for run in runs)
 
     # -- plain handlers ----------------------------------------------------------------------------------------
 

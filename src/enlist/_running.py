@@ -104,7 +104,6 @@ class Running:
         )
         self.slots = Slots(worker.queues, self.executor.start, self.claimer.wake, one_by_one=worker.rate_limits.keys())
         self.claimer.slots = self.slots
-        self.claimer.in_handlers = self.executor.runner.in_handlers
         self.executor.use(self.slots)
         self.heartbeat = Heartbeat(self.database, self.leases, worker._lease, self._lost, self._cancelled)
         self.reaper = Reaper(self.database, worker._reaper_seconds, self._reaped, self.events, worker=worker.name)
@@ -264,7 +263,7 @@ class Running:
 
     def _lost(self, run: Run, why: str) -> None:
         if self.executor.abandon(run, "lease lost"):
-            self.leases.drop(run)
+            self.leases.give_up(run)
             self.completer.lost(run, why)
 
     # -- stop --------------------------------------------------------------------------------------------------

@@ -342,6 +342,8 @@ class Statements:
         self.notify = sa.select(sa.func.pg_notify(self.channel, sa.bindparam("queue", type_=sa.Text)))
         self.notify_of_keys = self._notify_of_keys()
         self.notify_cancelled = self._notify_cancelled()
+        self.forget = sa.text("DEALLOCATE ALL")
+        self.backend = sa.select(sa.func.pg_backend_pid())
         self.pause = sa.select(sa.func.pg_sleep(sa.bindparam("seconds", type_=sa.Double)))
 
     # -- producer ----------------------------------------------------------------------------------------------
