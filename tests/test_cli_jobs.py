@@ -297,6 +297,20 @@ def test_cancel_says_which_jobs_their_handlers_have_locked(enlist: Enlist, jobs:
         assert f"have locked them: 1\n  {busy}\n" in enlist("cancel", "--kind", "work", "--yes").out
 
 
+def test_cancel_in_batches_comes_to_those_that_are_locked_too(enlist: Enlist, jobs: Jobs, engine: Engine) -> None:
+    """They come last in a batch, and a full one goes on behind them."""
+    busy = uuid.UUID(int=1)
+    jobs.add("work", locked_until=ago(seconds=-60), **LOCKED)
+    with engine.begin() as connection:
+        connection.execute(sa.update(JobRecord).values(id=busy))
+    jobs.add_many("work", 5)
+    with engine.begin() as connection:
+        connection.execute(sa.select(JobRecord.id).where(JobRecord.id == busy).with_for_update(key_share=True))
+        result = enlist("cancel", "--kind", "work", "--limit", "2", "--yes")
+        assert "cancelled: 5\n" in result.out
+        assert f"have locked them: 1\n  {busy}\n" in result.out
+
+
 # -- nothing by mistake ------------------------------------------------------------------------------------------
 
 

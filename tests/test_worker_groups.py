@@ -184,7 +184,7 @@ def test_an_exception_without_a_text_leaves_nobody_running(world: World, engine:
         await session.run_sync(body, job)
 
     handlers.handler("member", commit_every=10, wait=tenacity.wait_fixed(0.05))(
-        body if world == "plain" else asynchronous  # type: ignore[arg-type]
+        body if world == "plain" else asynchronous
     )
     ids = add(jobs, 6)
     with running(worker(engine, handlers)):
@@ -211,7 +211,7 @@ def test_a_failure_that_is_hard_to_write_costs_no_slot(
         await session.run_sync(body, job)
 
     wait = Quits() if what == "wait" else LATER
-    handlers.handler("member", wait=wait)(body if world == "plain" else asynchronous)  # type: ignore[arg-type]
+    handlers.handler("member", wait=wait)(body if world == "plain" else asynchronous)
     ids = add(jobs, 3)
     with running(worker(engine, handlers)):
         assert jobs.wait_failed(ids[0])["attempt"] == 1

@@ -7,6 +7,8 @@ import datetime as dt
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -447,3 +449,59 @@ def test_a_second_stop_waits_for_the_first(engine: Engine, jobs: Jobs) -> None:
     first.join()
     second.join()
     assert jobs.status(job_id) == "done"
+
+
+def test_a_hangup_is_a_stop_like_another(database_url: URL, jobs: Jobs) -> None:
+    """Of a process that was not started with nohup: as this one may have been."""
+    with WorkerProcess(database_url, shutdown_timeout=60, hears_hangup=True) as process:
+        job_id = jobs.add("holding")
+        process.expect("run holding")
+        process.send(signal.SIGHUP)
+        wait_until(lambda: "no more claims" in process.log())
+        process.say("go")
+        assert process.wait() == 0
+    assert jobs.row(job_id)["status"] == "done"
+
+
+def test_it_is_started_once_however_many_try(engine: Engine) -> None:
+    handlers = HandlerRegistry()
+    handlers.handler("work")(lambda session, job: None)
+    inside, go = threading.Event(), threading.Event()
+
+    @contextmanager
+    def slow() -> Iterator[None]:
+        inside.set()
+        go.wait(10)
+        yield
+
+    worker = Worker(engine, handlers, lifespan=slow)
+    starting = threading.Thread(target=worker.start)
+    starting.start()
+    try:
+        assert inside.wait(5)
+        worker.stop()
+        with pytest.raises(ConfigurationError, match="being started already"):
+            worker.start()
+    finally:
+        go.set()
+        starting.join()
+    assert not worker.health().running  # it heeded the stop
+    worker.start()
+    assert worker.health().running
+    worker.stop()
+
+
+def test_a_lifespan_that_stops_its_worker_when_it_is_left_ends_too(engine: Engine) -> None:
+    handlers = HandlerRegistry()
+    handlers.handler("work")(lambda session, job: None)
+    answers: list[bool] = []
+
+    @contextmanager
+    def lifespan() -> Iterator[None]:
+        yield
+        answers.append(worker.stop())
+
+    worker = Worker(engine, handlers, lifespan=lifespan)
+    worker.start()
+    assert worker.stop()
+    assert answers == [False]

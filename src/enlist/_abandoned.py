@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import socket
 import time
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import psycopg
 from sqlalchemy.exc import SQLAlchemyError
 
+from enlist._log import Log
 from enlist._loop import Loop
 from enlist._runner import NO_COMMIT
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AbandonedSessions", "cut"]
 
-logger = logging.getLogger("enlist.worker")
+logger = Log("enlist.worker")
 
 LOOK_SECONDS: Final = 1.0
 
@@ -56,6 +56,13 @@ class AbandonedSessions:
                     session.guard.job_id,
                     extra={"job_id": str(session.guard.job_id)},
                 )
+
+    def end(self) -> None:
+        """Cut them all, now: the worker stops, and what they have locked holds up the endings of their jobs."""
+        now = time.monotonic()
+        for session in self._sessions():
+            if session.guard is not None and self._is_given_up(session.guard, now):
+                cut(session.guard)
 
     def _is_given_up(self, guard: Guard | None, now: float) -> bool:
         if guard is None:

@@ -6,7 +6,6 @@ import asyncio
 import datetime as dt
 import inspect
 import json
-import logging
 import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
@@ -15,6 +14,7 @@ import sqlalchemy as sa
 
 from enlist._completer import Settlement
 from enlist._driver import sqlstate
+from enlist._log import Log
 from enlist._options import as_timedelta
 from enlist.events import EventName
 from enlist.exceptions import HandlerError, HandlerTimeout, PayloadError, PayloadMismatch
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["call_async", "call_plain", "ending", "failure", "job_of", "reruns", "timed_out"]
 
-logger = logging.getLogger("enlist.worker")
+logger = Log("enlist.worker")
 
 CONFLICTS: Final = frozenset({"40001", "40P01"})
 """Serialization failure, deadlock: the handler is run again, in the same attempt."""

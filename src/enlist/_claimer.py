@@ -6,7 +6,6 @@ places in one line; then, with a lock on each key, they are claimed.
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from enlist._driver import brief
 from enlist._due import DueTimes
+from enlist._log import Log
 from enlist._loop import Loop
 from enlist._marks import Marks
 from enlist._rates import Rates
@@ -51,7 +51,7 @@ HANDLERS_FIRST_SECONDS: Final = 0.001
 """A claim that follows at once on one that brought jobs waits for so long: their handlers begin 0.4 ms sooner than if
 it took the interpreter from them. Mostly it is a commit of this process that wakes twice, directly and by NOTIFY."""
 
-logger = logging.getLogger("enlist.worker")
+logger = Log("enlist.worker")
 
 _Taken: TypeAlias = "tuple[sa.Row[Any], Run]"
 """What the claim says of a job, and the job in hand."""

@@ -10,6 +10,7 @@ import sqlalchemy as sa
 import typer
 from sqlalchemy.orm import Session
 
+from enlist.models import JobStatus
 from enlist.repository import JobRepository
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from enlist._commands import Changes
-    from enlist.models import JobRecordMixin, JobStatus
+    from enlist.models import JobRecordMixin
 
 __all__ = ["DONE", "Change", "Tally", "print_tally", "tally_as_json"]
 
@@ -41,7 +42,7 @@ class Tally:
         """Count a batch; return the jobs that it has dealt with."""
         dealt = [*changes.changed, *changes.asked, *changes.superseded]
         self.changed += changes.changed
-        self.asked += changes.asked
+        self.asked += [job for job in changes.asked if job not in self.asked]
         self.superseded += changes.superseded
         self.unchanged |= changes.unchanged
         self.missing += changes.missing
@@ -94,13 +95,19 @@ class Change:
                     session.commit()
                 dealt = tally.add(changes)
                 if len(dealt) < batch:
-                    return tally
+                    break
                 after = [self._table.c.id > max(dealt)]
                 typer.echo(f"{len(tally.changed):,} jobs {DONE[self._verb]} so far", err=True)
+            if after and self._verb == "cancel":
+                # Those that their handlers have locked come last in each batch, and may have been passed by.
+                with Session(self._engine) as session:
+                    tally.add(self._run(session, *conditions, self._table.c.status == JobStatus.RUNNING))
+                    session.commit()
         except BaseException:
             if tally.changed:
                 typer.echo(f"{len(tally.changed):,} jobs are {DONE[self._verb]}, the others not", err=True)
             raise
+        return tally
 
 
 def tally_as_json(tally: Tally, *, dry_run: bool) -> str:

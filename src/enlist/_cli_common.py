@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
@@ -119,9 +119,10 @@ def end_soon(status: int) -> None:
         others = [
             t.name for t in threading.enumerate() if t not in {threading.main_thread(), threading.current_thread()}
         ]
-        logging.getLogger("enlist").warning("the process ends though threads still run: %s", ", ".join(others))
-        logging.shutdown()
-        sys.stdout.flush()
+        with suppress(BaseException):  # a disk that is full, a stream that is closed
+            logging.getLogger("enlist").warning("the process ends though threads still run: %s", ", ".join(others))
+            logging.shutdown()
+            sys.stdout.flush()
         os._exit(status or 1)
 
     threading.Thread(target=end, name="enlist-exit", daemon=True).start()

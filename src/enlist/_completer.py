@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import logging
 import math
 import threading
 import time
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 
 from enlist._driver import brief, sqlstate
+from enlist._log import Log
 from enlist._loop import Loop
 from enlist.events import EventName, Events
 from enlist.models import JobStatus
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Completer", "Settlement", "parameters_of"]
 
-logger = logging.getLogger("enlist.worker")
+logger = Log("enlist.worker")
 
 T = TypeVar("T")
 
@@ -235,6 +235,7 @@ class Completer:
             token, status = states.get(run.id, (None, None))
             if run in refused:
                 self._leases.give_up(run)
+                self._news.append((EventName.LEASE_LOST, run, None))
             # Done with our token: written before, and the answer was lost.
             elif run.id in written or (token == run.token and status is JobStatus.DONE):
                 self._leases.drop(run)
@@ -263,6 +264,7 @@ class Completer:
                     self._due_in((settlement.delay or dt.timedelta(0)).total_seconds(), run.queue)
             elif settlement in refused:
                 self._leases.give_up(run)
+                self._news.append((EventName.LEASE_LOST, run, None))
             elif token == run.token and status is JobStatus.DONE:
                 # Given up at the very moment in which its COMMIT went through.
                 self._leases.drop(run)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
@@ -13,6 +12,7 @@ from sqlalchemy import event
 from sqlalchemy.exc import DBAPIError, OperationalError
 
 from enlist._driver import sqlstate
+from enlist._log import Log
 from enlist._statements import Statements, statements_for
 from enlist._watchdog import NoAnswer, Watchdog, Watched
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Database"]
 
-logger = logging.getLogger("enlist.worker")
+logger = Log("enlist.worker")
 
 SHORTEST_SECONDS: Final = 1.0
 LONGEST_SECONDS: Final = 15.0

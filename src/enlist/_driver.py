@@ -148,7 +148,7 @@ def _brief(error: BaseException) -> str:
     if isinstance(error, sa.exc.DBAPIError) and error.orig is not None:
         names = dict.fromkeys([type(error).__name__, type(error.orig).__name__])
         return f"{' / '.join(names)}: {server_message(error)}"
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def server_message(error: sa.exc.DBAPIError) -> str:

@@ -12,6 +12,7 @@ import sqlalchemy as sa
 
 from enlist._attempt import ending, failure, reruns, timed_out
 from enlist._driver import brief, trace
+from enlist._log import Log
 from enlist.events import EventName
 from enlist.exceptions import LeaseLost
 from enlist.models import JobStatus
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Endings"]
 
-logger = logging.getLogger("enlist.worker")
+logger = Log("enlist.worker")
 
 LONGEST_RERUN_WAIT: Final = 0.1
 
@@ -65,7 +66,8 @@ class Endings:
             self._completer.complete(run)
         else:
             self._is_done(run)
-        logger.debug("%s done", run, extra=run.extra(event=EventName.DONE))
+        if logger.isEnabledFor(logging.DEBUG):  # its fields are of some cost, and each job comes by here
+            logger.debug("%s done", run, extra=run.extra(event=EventName.DONE))
 
     def _is_done(self, run: Run) -> None:
         run.ended = True
@@ -156,13 +158,6 @@ class Endings:
         logger.log(level, text, run, run.abandoned, extra=run.extra())
         self._completer.returned()
 
-    def _renew(self, run: Run, connection: sa.Connection) -> None:
-        """Renew a lease at once: while the attempt had its row locked the heartbeat could not."""
-        asked = time.monotonic()
-        held = {"ids": [run.id], "tokens": [run.token], "lease": self._lease}
-        connection.execute(self._database.statements.renew, held)
-        run.lease_ends = asked + self._lease.total_seconds()
-
     def _landed(self, run: Run) -> bool:
         """Whether an attempt's COMMIT took effect, read under the row's lock; if not, its lease begins anew.
 
@@ -173,22 +168,27 @@ class Endings:
         while (left := end - time.monotonic()) > 0:
             if not self._fate_lookups.acquire(timeout=left):
                 break
+            statements = self._database.statements
+            asked = time.monotonic()
             try:
                 with self._database.transaction() as connection:
-                    milliseconds = max(1, int((end - time.monotonic()) * 1000))
-                    connection.exec_driver_sql(f"SET LOCAL lock_timeout = {milliseconds}")
-                    row = connection.execute(self._database.statements.fate, {"job_id": run.id}).one_or_none()
-                    if row is not None and row.lease_token == run.token and row.status is JobStatus.RUNNING:
-                        self._renew(run, connection)
+                    limit = f"{max(1, int((end - asked) * 1000))}ms"
+                    connection.execute(statements.limit_lock, {"limit": limit})
+                    row = connection.execute(statements.fate, {"job_id": run.id}).one_or_none()
+                    status = row.status if row is not None and row.lease_token == run.token else None
+                    if status is JobStatus.RUNNING:
+                        # While the attempt had its row locked the heartbeat could not.
+                        held = {"ids": [run.id], "tokens": [run.token], "lease": self._lease}
+                        connection.execute(statements.renew, held)
             except sa.exc.SQLAlchemyError:
                 time.sleep(min(left, FATE_PAUSE))
                 continue
             finally:
                 self._fate_lookups.release()
-            if row is not None and row.status is JobStatus.DONE and row.lease_token == run.token:
-                return True
-            if row is None or row.lease_token != run.token:
+            if status is None:
                 self.lost(run)
-            return False
+            elif status is JobStatus.RUNNING:
+                run.lease_ends = asked + self._lease.total_seconds()
+            return status is JobStatus.DONE
         self.lost(run)
         return False

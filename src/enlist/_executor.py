@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from enlist._endings import Endings
+from enlist._log import Log
 from enlist._runner import Runner
 from enlist._threads import DaemonExecutor, Threads
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Executor"]
 
-logger = logging.getLogger("enlist.worker")
+logger = Log("enlist.worker")
 
 T = TypeVar("T")
 

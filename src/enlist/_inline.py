@@ -203,7 +203,7 @@ class Inline:
             if connection.execute(self._statements.lock_keys, {"keys": [key]}).first() is not None:
                 return connection.execute(self._statements.claim_keyed, {**parameters, **keys(seen)}).all()
             # The server sleeps: with an AsyncSession the event loop goes on meanwhile.
-            connection.execute(sa.select(sa.func.pg_sleep(KEY_SECONDS)))
+            connection.execute(self._statements.pause, {"seconds": KEY_SECONDS})
         raise SessionError(
             f"jobs with the concurrency key {key!r} are in use by another transaction that is still open, after"
             f" {KEY_TRIES * KEY_SECONDS:g} seconds: end it before drain(), and give tests that run at the same time"

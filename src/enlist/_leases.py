@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
 from typing import TYPE_CHECKING, Final
 
+from enlist._log import Log
 from enlist._loop import Loop
 from enlist.models import JobStatus
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Heartbeat", "Leases"]
 
-logger = logging.getLogger("enlist.worker")
+logger = Log("enlist.worker")
 
 BATCH: Final = 500
 RENEWALS_PER_LEASE: Final = 3

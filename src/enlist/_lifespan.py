@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+from enlist._log import Log
 from enlist.exceptions import ConfigurationError
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AnyLifespan", "Lifespan"]
 
-logger = logging.getLogger("enlist.worker")
+logger = Log("enlist.worker")
 
 AnyLifespan: TypeAlias = AbstractContextManager[Any] | AbstractAsyncContextManager[Any]
 

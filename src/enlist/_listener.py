@@ -8,7 +8,6 @@ so the worker sends itself a notification now and then, on another connection, a
 
 from __future__ import annotations
 
-import logging
 import secrets
 import selectors
 import socket
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Final, cast
 import psycopg
 from psycopg import sql
 
+from enlist._log import Log
 from enlist._loop import Backoff, Loop
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Listener"]
 
-logger = logging.getLogger("enlist.worker")
+logger = Log("enlist.worker")
 
 SHORTEST_SILENCE: Final = 0.5
 LONGEST_SILENCE: Final = 30.0

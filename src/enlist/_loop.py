@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from typing import TYPE_CHECKING, Final
@@ -10,13 +9,14 @@ from typing import TYPE_CHECKING, Final
 import tenacity
 
 from enlist._driver import brief, trace
+from enlist._log import Log
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = ["BACKOFF", "LONGEST_PAUSE", "Backoff", "Loop"]
 
-logger = logging.getLogger("enlist.worker")
+logger = Log("enlist.worker")
 
 LONGEST_PAUSE: Final = 3.0
 """Most seconds between two tries: so long it may take until a worker notices that the server is back."""

@@ -41,17 +41,21 @@ class Orders:
     def __init__(self) -> None:
         # A signal's handler runs between any two steps of the main thread, which may hold an Event's lock just then:
         # it sets no Event, it puts an order where another thread takes it.
-        self._queue: SimpleQueue[Order | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[Order, float] | None] = SimpleQueue()
 
     def give(self, order: Order) -> None:
-        self._queue.put(order)
+        # With the time: who takes it may be kept from it, by a handler that holds the interpreter's lock.
+        self._queue.put((order, time.monotonic()))
 
     @contextmanager
     def heeded(self, stop: threading.Event, stop_now: threading.Event) -> Iterator[None]:
         """Set the events as orders and signals come. To be entered in the main thread, which alone takes signals."""
         thread = threading.Thread(target=self._heed, args=(stop, stop_now), name="enlist-signals", daemon=True)
         thread.start()
-        previous = {number: signal.signal(number, lambda *_: self.give(Order.SIGNAL)) for number in SIGNALS}
+        # A terminal that is closed; not where the process was started with nohup, or the application has a use for it.
+        hangup = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL else []
+        numbers = [*SIGNALS, *hangup]
+        previous = {number: signal.signal(number, lambda *_: self.give(Order.SIGNAL)) for number in numbers}
         try:
             yield
         finally:
@@ -62,10 +66,11 @@ class Orders:
 
     def _heed(self, stop: threading.Event, stop_now: threading.Event) -> None:
         first: float | None = None
-        while (order := self._queue.get()) is not None:
-            again = first is not None and time.monotonic() > first + ONE_SIGNAL_SECONDS
+        while (given := self._queue.get()) is not None:
+            order, when = given
+            again = first is not None and when > first + ONE_SIGNAL_SECONDS
             if order is Order.STOP_NOW or (order is Order.SIGNAL and again):
                 stop_now.set()
             if order is Order.SIGNAL and first is None:
-                first = time.monotonic()
+                first = when
             stop.set()

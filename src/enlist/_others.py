@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from typing import TYPE_CHECKING, Final
 
+from enlist._log import Log
 from enlist._loop import Loop
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Others"]
 
-logger = logging.getLogger("enlist.worker")
+logger = Log("enlist.worker")
 
 INTERVAL_SECONDS: Final = 0.05
 """Least time between two NOTIFYs for one queue."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, Final
 
+from enlist._log import Log
 from enlist._loop import Loop
 from enlist.events import EventName, Events
 from enlist.models import JobStatus
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Reaper", "reap"]
 
-logger = logging.getLogger("enlist.worker")
+logger = Log("enlist.worker")
 
 BATCH: Final = 500
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import time
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
@@ -14,6 +13,7 @@ from enlist._attempt import call_async, call_plain, job_of
 from enlist._driver import brief
 from enlist._finish import close_member, finish, finish_group
 from enlist._groups import Group, GroupSizes
+from enlist._log import Log
 from enlist._session import Guard, GuardedSession
 from enlist._timeouts import Timeouts
 from enlist.events import EventName
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Runner"]
 
-logger = logging.getLogger("enlist.worker")
+logger = Log("enlist.worker")
 
 T = TypeVar("T")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
 from contextlib import ExitStack
@@ -23,6 +22,7 @@ from enlist._executor import Executor
 from enlist._leases import RENEWALS_PER_LEASE, Heartbeat, Leases
 from enlist._lifespan import Lifespan
 from enlist._listener import Listener
+from enlist._log import Log
 from enlist._loop import Backoff
 from enlist._others import Others
 from enlist._reaper import Reaper
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Running"]
 
-logger = logging.getLogger("enlist.worker")
+logger = Log("enlist.worker")
 
 STOPPING_SECONDS: Final = 5.0
 """For writing what is left, beside the time that handlers get."""
@@ -293,7 +293,12 @@ class Running:
         self.claimer.hand_over()
         self.others.flush(STOPPING_SECONDS)
         self._give_back_unheld()
-        return self.close()
+        clean = self.close()
+        for run in self.leases.all():
+            if not run.ended:
+                text = "%s cannot be stopped: it is left to the end of its lease"
+                logger.warning(text, run, extra=run.extra())
+        return clean
 
     def _end_claims(self) -> None:
         """Claim no more. The claim under way may come to its end, and what it brings is given back.
@@ -332,10 +337,7 @@ class Running:
         end = time.monotonic() + GIVE_UP_SECONDS
         while not self.slots.idle and time.monotonic() < end:
             time.sleep(0.005)
-        for run in self.leases.all():
-            if not run.ended:
-                text = "%s cannot be stopped: it is left to the end of its lease"
-                logger.warning(text, run, extra=run.extra())
+        self.abandoned.end()
 
     def close(self) -> bool:
         """End all threads and close all connections that are the worker's own; return whether handlers had ended."""

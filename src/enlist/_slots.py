@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
@@ -10,6 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+from enlist._log import Log
 from enlist.job import Signals
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Demand", "Run", "Slots"]
 
-logger = logging.getLogger("enlist.worker")
+logger = Log("enlist.worker")
 
 PREFETCH_SECONDS: Final = 0.05
 """How much work, by its measured time, a worker may have waiting beside what runs."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import sys
 import threading
 import time
@@ -11,6 +10,7 @@ import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from enlist._log import Log
 from enlist._loop import Loop
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["StallWatch", "here"]
 
-logger = logging.getLogger("enlist.worker")
+logger = Log("enlist.worker")
 
 LOOK_SECONDS: Final = 0.25
 STALL_SECONDS: Final = 1.0

@@ -94,6 +94,11 @@ ERRORS_KEPT: Final = 10
 _NOW: Final = sa.func.statement_timestamp(type_=sa.DateTime(timezone=True))
 
 
+def _set_local(name: str, parameter: str) -> sa.Select[Any]:
+    """Set something for the transaction: to a parameter, such as "60ms"."""
+    return sa.select(sa.func.set_config(name, sa.bindparam(parameter, type_=sa.Text), sa.true()))
+
+
 def _limit_idling(limit: sa.ColumnElement[str]) -> sa.ColumnElement[str]:
     """Bound how long the transaction may idle, as a column of its first statement; never wider than it is set."""
     name: sa.ColumnElement[str] = sa.literal_column("'idle_in_transaction_session_timeout'")
@@ -342,6 +347,7 @@ class Statements:
         self.notify = sa.select(sa.func.pg_notify(self.channel, sa.bindparam("queue", type_=sa.Text)))
         self.notify_of_keys = self._notify_of_keys()
         self.notify_cancelled = self._notify_cancelled()
+        self.limit_lock = _set_local("lock_timeout", "limit")
         self.forget = sa.text("DEALLOCATE ALL")
         self.backend = sa.select(sa.func.pg_backend_pid())
         self.pause = sa.select(sa.func.pg_sleep(sa.bindparam("seconds", type_=sa.Double)))

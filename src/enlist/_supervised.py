@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import multiprocessing
 import signal
 import socket
@@ -17,13 +16,14 @@ import sqlalchemy as sa
 from enlist._cli_common import LogLevel, configure_logging, end_soon
 from enlist._cli_database import one_line
 from enlist._cli_load import load_worker
+from enlist._log import Log
 from enlist._orders import SIGNALS, Order, Orders
 from enlist._supervisor import NOW, STOP
 from enlist.exceptions import EnlistError
 
 __all__ = ["main"]
 
-logger = logging.getLogger("enlist.supervisor")
+logger = Log("enlist.supervisor")
 
 LOG_FORMAT: Final = "%(asctime)s %(levelname)-7s %(processName)s[%(process)d] %(name)s: %(message)s"
 
@@ -62,6 +62,7 @@ def main() -> None:
     number, descriptor, level, show_traceback, target = sys.argv[1:]
     multiprocessing.current_process().name = f"worker-{number}"  # what %(processName)s shows, in any log format
     orders = Orders()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it is for the supervisor, though all of a service may get it
     for signal_number in SIGNALS:  # they may come before the worker heeds them; it will know
         signal.signal(signal_number, lambda *_: orders.give(Order.SIGNAL))
     link = _Link(int(descriptor), orders)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import tenacity
 
+from enlist._log import Log
 from enlist.exceptions import ConfigurationError
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NOW", "STOP", "Supervisor"]
 
-logger = logging.getLogger("enlist.supervisor")
+logger = Log("enlist.supervisor")
 
 STOP: Final = b"s"
 NOW: Final = b"n"

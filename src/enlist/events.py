@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime as dt
 import inspect
-import logging
 import math
 import threading
 import time
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+from enlist._log import Log
 from enlist.exceptions import ConfigurationError
 from enlist.models import JobStatus
 from enlist.retry import describe, summarize
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EventName", "Events", "JobEvent", "Listener", "listeners_of"]
 
-logger = logging.getLogger("enlist.worker")
+logger = Log("enlist.worker")
 
 
 class EventName(StrEnum):

@@ -12,7 +12,6 @@ Those who run jobs that were cancelled are told in the same way, on a channel of
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import threading
 import time
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import sqlalchemy as sa
 
 from enlist._driver import shown_url
+from enlist._log import Log
 from enlist._loop import Backoff
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["close_all", "committed", "local"]
 
-logger = logging.getLogger("enlist.notifier")
+logger = Log("enlist.notifier")
 
 INTERVAL_SECONDS: Final = 0.05
 """Least time between two NOTIFYs for one queue."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime as dt
 import json
-import logging
 import math
 import sys
 import traceback
@@ -15,13 +14,14 @@ import tenacity
 from sqlalchemy.exc import DBAPIError, PendingRollbackError, StatementError
 
 from enlist._driver import brief, server_message
+from enlist._log import Log
 
 if TYPE_CHECKING:
     from tenacity.wait import wait_base
 
 __all__ = ["DEFAULT_WAIT", "describe", "error_entry", "wait_after"]
 
-logger = logging.getLogger("enlist.worker")
+logger = Log("enlist.worker")
 
 DEFAULT_WAIT: Final = tenacity.wait_exponential(multiplier=5, max=3600) + tenacity.wait_random(0, 5)
 """5 s, 10 s, 20 s ... up to 1 h, each with up to 5 s of jitter."""

@@ -8,8 +8,9 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import ExitStack, contextmanager
 from typing import Final
 
 import sqlalchemy as sa
@@ -129,6 +130,8 @@ class Worker:
         self._stop_asked = threading.Event()
         self._stop_now = threading.Event()
         self._running: Running | None = None
+        self._start_lock = threading.Lock()
+        self._stopper: int | None = None
         self._stopping = threading.Lock()
         self._clean = True
         self._sync: SyncSessions | None = None
@@ -143,7 +146,7 @@ class Worker:
         self._process = os.getpid()
         _inherited.extend([self._running, self._async])
         self._running = self._async = None
-        self._stopping = threading.Lock()
+        self._stopping, self._start_lock = threading.Lock(), threading.Lock()
         if self._sync is not None:
             self._sync.engine.dispose(close=False)
 
@@ -159,7 +162,7 @@ class Worker:
     # -- running -----------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Work until SIGTERM or SIGINT, or :meth:`stop` from another thread.
+        """Work until SIGTERM, SIGINT or SIGHUP, or :meth:`stop` from another thread.
 
         The first signal stops claiming and lets the handlers finish, for at most ``shutdown_timeout``; a second one
         ends at once. To be called in the main thread.
@@ -176,10 +179,10 @@ class Worker:
 
     def _run(self, orders: Orders, started: Callable[[], None]) -> None:
         """The same for whoever gives orders, and wants to know when the worker has begun."""
-        self._stop_asked.clear()
-        self._stop_now.clear()
-        with orders.heeded(self._stop_asked, self._stop_now):
-            self._begin()
+        with ExitStack() as stack:
+            with self._starting():
+                stack.enter_context(orders.heeded(self._stop_asked, self._stop_now))
+                self._begin()
             started()
             # With a timeout: a signal that comes between Python's last look for one and the lock's sleep would wait
             # for the next wake (measured: 1 in 8 of those sent while the worker starts).
@@ -197,16 +200,32 @@ class Worker:
         :raises SchemaError: the database lacks enlist's tables, or they are at an older step.
         :raises ConfigurationError: the connections are in AUTOCOMMIT mode.
         """
-        self._stop_asked.clear()
-        self._stop_now.clear()
-        self._begin()
+        with self._starting():
+            self._begin()
         if self._stop_asked.is_set():  # by stop() from another thread, while this one waited for the database
             self.stop()
 
-    def _begin(self, seconds: float | None = None) -> None:
+    @contextmanager
+    def _starting(self) -> Iterator[None]:
+        """One start at a time: a second would take back the order to stop that the first was given.
+
+        :raises ConfigurationError: the worker is running, or being started.
+        """
         self._leave_to_parent()
         if self._running is not None:
             raise ConfigurationError("the worker is running already: stop it first")
+        if not self._start_lock.acquire(blocking=False):
+            raise ConfigurationError("the worker is being started already, by another thread: wait for that to return")
+        try:
+            if self._running is not None:
+                raise ConfigurationError("the worker is running already: stop it first")
+            self._stop_asked.clear()
+            self._stop_now.clear()
+            yield
+        finally:
+            self._start_lock.release()
+
+    def _begin(self, seconds: float | None = None) -> None:
         self.name = _new_name()  # the worker may have been made before a fork: two must never have the same
         self._clean = True
         self._make_sessions()
@@ -233,12 +252,15 @@ class Worker:
         if running is not None and (running.executor.in_handler or running.events.in_listener):
             threading.Thread(target=self.stop, name="enlist-stop").start()
             return False
+        if self._stopper == threading.get_ident():  # from the lifespan's end, say: it cannot wait for itself
+            return False
         with self._stopping:  # whoever comes second waits for the first
             if self._running is not None:
+                self._stopper = threading.get_ident()
                 try:
                     self._clean = self._running.stop(self._shutdown_seconds, self._stop_now)
                 finally:
-                    self._running = None
+                    self._running = self._stopper = None
             return self._clean
 
     def health(self) -> Health:
@@ -256,9 +278,8 @@ class Worker:
         :raises TimeoutError: there still were jobs then, or the database could not be reached.
         """
         seconds = None if timeout is None else as_timedelta("timeout", timeout).total_seconds()
-        self._stop_asked.clear()
-        self._stop_now.clear()
-        self._begin(seconds)
+        with self._starting():
+            self._begin(seconds)
         running = self._running
         if running is None:  # stopped already, by another thread
             return

@@ -159,6 +159,8 @@ def listen() -> None:
 
 
 def main() -> None:
+    if SETTINGS.pop("hears_hangup", False):
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
     threading.Thread(target=listen, daemon=True).start()
     engine = sa.create_engine(SETTINGS.pop("url"), pool_size=20, **SETTINGS.pop("engine", {}))
