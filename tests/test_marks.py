@@ -27,7 +27,7 @@ from tests.support import Observer
 from tests.support.claims import claim_parameters
 from tests.support.jobs import Jobs
 
-DEAR = CHEAP_SECONDS * 10
+DEAR = CHEAP_SECONDS * 30
 
 
 class Clock:

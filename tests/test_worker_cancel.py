@@ -556,6 +556,7 @@ def test_an_ending_that_cannot_be_written_is_tried_more_and_more_seldom(
 # -- the worker stops --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_job_is_cancelled_after_sigterm(engine: Engine, database_url: URL, jobs: Jobs) -> None:
     with WorkerProcess(database_url, shutdown_timeout=60, lease=60) as process:
         job_id = jobs.add("async holding")

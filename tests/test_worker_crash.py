@@ -79,6 +79,7 @@ def test_those_that_share_its_transaction_lose_nothing(database_url: URL, jobs: 
     assert jobs.effects_by_job() == dict.fromkeys(healthy, 1)
 
 
+@pytest.mark.slow
 def test_with_one_attempt_it_runs_once(database_url: URL, jobs: Jobs) -> None:
     poison = jobs.add("sigkill", max_attempts=1)
     healthy = jobs.add_many("healthy", 3, max_attempts=1)

@@ -137,6 +137,7 @@ def test_another_workers_retry_begins_when_it_is_due(
             started_on_time(jobs, job_id)
 
 
+@pytest.mark.slow
 def test_a_snoozed_job_begins_when_it_is_due(engine: Engine, jobs: Jobs) -> None:
     handlers = HandlerRegistry()
     seen: list[int] = []

@@ -136,6 +136,7 @@ def test_the_time_of_one_does_not_begin_before_it_runs(engine: Engine, jobs: Job
             assert (row["status"], row["attempt"], row["last_error"]) == ("done", 1, None)
 
 
+@pytest.mark.slow
 def test_those_behind_one_that_never_returns_are_run_elsewhere(engine: Engine, jobs: Jobs) -> None:
     handlers = HandlerRegistry()
     body, go = Body(4), threading.Event()

@@ -364,6 +364,7 @@ def test_a_worker_made_before_a_fork_works_in_each_child(database_url: URL, jobs
     assert "Traceback" not in process.log()
 
 
+@pytest.mark.slow
 def test_a_worker_started_before_a_fork_is_stopped_by_its_parent_alone(database_url: URL, jobs: Jobs) -> None:
     """Say the server runs the same clean-up in all its processes."""
     with WorkerProcess(database_url, "prefork", started=True) as process:

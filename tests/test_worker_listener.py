@@ -156,6 +156,7 @@ def test_a_frozen_connection_is_noticed_in_time_and_replaced(
     assert "no answer in 0.5 seconds: the network has lost the connection" in message
 
 
+@pytest.mark.slow
 def test_a_silent_connection_that_lives_is_kept(
     engine: Engine, through: Engine, network: TcpProxy, jobs: Jobs, caplog: pytest.LogCaptureFixture
 ) -> None:

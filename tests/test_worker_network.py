@@ -90,6 +90,7 @@ def handlers_for(runs: Counter[Any], *, timeout: float | None = None) -> Handler
 # -- one statement ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_statement_without_an_answer_ends(network: TcpProxy, distant_database: Database) -> None:
     """Its connection is cut; the next one is new, and works."""
     network.freeze_at(b"pg_sleep")
@@ -151,6 +152,7 @@ def test_connecting_ends(given: dict[str, Any], network: TcpProxy) -> None:
     engine.dispose()
 
 
+@pytest.mark.slow
 def test_what_is_done_in_time_is_left_alone(distant_database: Database) -> None:
     """The connection is kept, and nothing is cancelled later."""
     pid = distant_database.execute(sa.text("SELECT pg_backend_pid()"), {})

@@ -97,9 +97,9 @@ def test_a_worker_that_hears_itself_prepares(engine: Engine) -> None:
     handlers.handler("a")(lambda session, job: None)
     worker = Worker(engine, handlers)
     with running(worker):
-        wait_until(lambda: worker.health().listening)
         assert worker._running is not None
-        assert worker._running.database.prepares
+        database = worker._running.database
+        wait_until(lambda: database.prepares)
 
 
 def test_a_connection_that_is_dead_when_it_is_to_forget_is_an_ordinary_loss(

@@ -254,6 +254,7 @@ def test_each_loop_runs_again_within_two_intervals_after_an_error(
     assert runs[job_id] == 1
 
 
+@pytest.mark.slow
 def test_what_fails_for_long_is_said_again_with_the_error_of_now(
     engine: Engine, jobs: Jobs, observer: Observer, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,6 +87,7 @@ def test_a_second_signal_ends_it_now(number: signal.Signals, database_url: URL, 
     assert jobs.effects(job_id) == []
 
 
+@pytest.mark.slow
 def test_a_signal_that_comes_twice_at_once_is_one(database_url: URL, jobs: Jobs) -> None:
     """As ``timeout`` sends it: to the process, and to its group."""
     with WorkerProcess(database_url, shutdown_timeout=60) as process:
@@ -451,6 +452,7 @@ def test_a_second_stop_waits_for_the_first(engine: Engine, jobs: Jobs) -> None:
     assert jobs.status(job_id) == "done"
 
 
+@pytest.mark.slow
 def test_a_hangup_is_a_stop_like_another(database_url: URL, jobs: Jobs) -> None:
     """Of a process that was not started with nohup: as this one may have been."""
     with WorkerProcess(database_url, shutdown_timeout=60, hears_hangup=True) as process:

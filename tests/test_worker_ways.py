@@ -298,6 +298,7 @@ def test_after_a_failure_they_run_by_themselves_for_a_while(
     ) == [(1,)]
 
 
+@pytest.mark.slow
 def test_a_job_that_is_lost_and_claimed_again_into_the_same_group_has_one_effect(
     engine: Engine, jobs: Jobs, observer: Observer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
