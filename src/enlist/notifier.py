@@ -133,6 +133,7 @@ class Notifier:
             self._used = weakref.ref(used)
             if len(self._pending) >= MOST_PENDING or self._closing:
                 return
+            known = len(self._pending)
             for queue in queues:
                 self._pending.setdefault(_Topic(statements, queue), set())
             for message in messages:
@@ -144,7 +145,7 @@ class Notifier:
                 thread.start()
                 self._thread = thread
                 self._running.add(self)
-            else:
+            elif len(self._pending) > known:  # else it knows when to send: not woken by each of a thousand commits/s
                 self._changed.notify()
 
     def close(self) -> threading.Thread | None:
