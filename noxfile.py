@@ -89,7 +89,7 @@ def chaos(session: nox.Session) -> None:
 
 @nox.session
 def slow(session: nox.Session) -> None:
-    """Run the tests that take long (marker `slow`): 2 to 3 minutes."""
+    """Run the tests that take long (marker `slow`): 10 to 15 minutes."""
     session.install("-e", ".[test]")
     session.run("pytest", "-m", "slow", "--timeout=600", "-n", "2", *session.posargs)
 

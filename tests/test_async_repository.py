@@ -162,6 +162,7 @@ def test_it_is_configured_as_the_sync_one_is() -> None:
         AsyncJobRepository(notify="now")  # type: ignore[call-overload]
 
 
+@pytest.mark.slow
 async def test_an_async_handler_may_command_other_jobs(async_engine: AsyncEngine, jobs: Jobs) -> None:
     handlers = HandlerRegistry()
     dead = jobs.add("a", status="dead", unique_key="k", **FINISHED)

@@ -116,6 +116,7 @@ def test_every_state_is_measured_and_nothing_is_left(database_url: URL, observer
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stale", [False, True])
 def test_the_statistics_are_of_the_full_table_unless_stale_ones_are_asked_for(database_url: URL, stale: bool) -> None:
     steps: list[str] = []
@@ -353,6 +354,7 @@ def test_the_facts_as_json() -> None:
     assert (found["scale"], found["stale"], found["server"], found["fsync"]) == (0.1, False, "18.6", "on")
 
 
+@pytest.mark.slow
 def test_the_command_prints_what_it_found(
     database_url: URL, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,6 +24,7 @@ FACTS = EnqueueFacts(
 )
 
 
+@pytest.mark.slow
 def test_all_is_measured_and_nothing_is_left(database_url: URL, observer: Observer) -> None:
     facts = run_enqueue(url=database_url, repeat=2, transactions=3, bulk_jobs=1500, long_jobs=20_000)
     for ratio in (facts.one_job, facts.ten_jobs):

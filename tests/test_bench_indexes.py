@@ -44,6 +44,7 @@ def test_of_every_index_it_is_said_what_reads_it(observer: Observer) -> None:
     assert set(migrated) == SERVES.keys()
 
 
+@pytest.mark.slow
 def test_a_job_writes_only_to_the_indexes_of_its_sort(lives: dict[str, Life]) -> None:
     keyed = {"ready_key", "queue_key"}
     assert written(lives["plain"], "insert") == {"pkey", "ready"}
@@ -90,6 +91,7 @@ def test_each_fillfactor_is_tried_and_room_on_the_pages_saves_wal(facts: IndexFa
     assert {life.sort for life in facts.fillfactors} == {"plain"}
 
 
+@pytest.mark.slow
 def test_in_a_given_database_nothing_is_left(database_url: URL, observer: Observer) -> None:
     facts = run_indexes(url=database_url, jobs=100)
     assert [life.sort for life in facts.lives] == list(SORTS)
@@ -99,6 +101,7 @@ def test_in_a_given_database_nothing_is_left(database_url: URL, observer: Observ
     assert not observer.scalar("SELECT count(*) FROM public.enlist_job")
 
 
+@pytest.mark.slow
 def test_an_extension_that_is_there_is_used_and_left(database_url: URL, observer: Observer) -> None:
     observer.execute('CREATE SCHEMA "an extension\'s"')
     observer.execute('CREATE EXTENSION pg_walinspect SCHEMA "an extension\'s"')

@@ -71,6 +71,7 @@ def test_locked_jobs_with_a_key_keep_no_places(
                 jobs.wait(job_id, timeout=10)
 
 
+@pytest.mark.slow
 def test_a_key_that_is_locked_keeps_no_place(engine: Engine, jobs: Jobs, observer: Observer) -> None:
     jobs.add("work", concurrency_key="k", concurrency_limit=1, priority=9)
     free = jobs.add_many("work", 20)
@@ -83,6 +84,7 @@ def test_a_key_that_is_locked_keeps_no_place(engine: Engine, jobs: Jobs, observe
             jobs.wait_all(timeout=10)
 
 
+@pytest.mark.slow
 def test_workers_that_meet_at_the_same_keys_all_go_on(engine: Engine, jobs: Jobs, observer: Observer) -> None:
     for number in range(40):
         jobs.add("work", concurrency_key=f"k{number}", concurrency_limit=1)

@@ -263,6 +263,7 @@ def leveled(url: URL, observer: Observer, where: str, level: str) -> Iterator[tu
         observer.connection.execute(sql.SQL("DROP ROLE {}").format(role))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("where", "level"), LEVELS)
 def test_claimers_raise_no_error_at_any_default_isolation_level(
     where: str, level: str, database_url: URL, observer: Observer, caplog: pytest.LogCaptureFixture
@@ -416,6 +417,7 @@ def working(
             yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "keys", "number"),
     [
@@ -456,6 +458,7 @@ def test_a_keys_limit_holds_at_every_instant(
     check_table(observer)
 
 
+@pytest.mark.slow
 def test_jobs_of_one_key_with_different_limits_each_have_their_own(database_url: URL, observer: Observer) -> None:
     """A job starts only while fewer of its key run than its own limit says."""
     random = Random(5)
@@ -478,6 +481,7 @@ def test_jobs_of_one_key_with_different_limits_each_have_their_own(database_url:
             check_table(observer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("workers", "number"), [(1, 60), pytest.param(2, 200, marks=SLOW)])
 def test_the_next_job_of_a_key_starts_when_the_slot_is_free_not_when_a_poll_is_due(
     *,
@@ -504,6 +508,7 @@ def test_the_next_job_of_a_key_starts_when_the_slot_is_free_not_when_a_poll_is_d
     assert median < 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, pytest.param(3, marks=SLOW)])
 def test_a_keys_slots_are_used_up_as_those_of_a_worker_are(
     workers: int, database_url: URL, observer: Observer, jobs: Jobs
@@ -647,6 +652,7 @@ def by_key(observer: Observer) -> dict[str, list[uuid.UUID]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "keys", "number", "marks"),
     [(2, 4, 12, False), (2, 4, 12, True), pytest.param(8, 20, 50, False, marks=SLOW)],

@@ -123,6 +123,7 @@ def application(tmp_path: Path, database_url: URL, monkeypatch: pytest.MonkeyPat
 # -- the command itself ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_without_its_extra_it_names_it() -> None:
     script = "import sys; sys.modules['typer'] = None; from enlist.cli import main; main()"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
@@ -130,6 +131,7 @@ def test_without_its_extra_it_names_it() -> None:
     assert result.stderr == "enlist: the command line needs typer: pip install 'enlist[cli]'\n"
 
 
+@pytest.mark.slow
 def test_it_runs_as_a_module_and_says_its_version() -> None:
     result = subprocess.run([sys.executable, "-m", "enlist", "--version"], capture_output=True, text=True, check=True)
     assert result.stdout == f"enlist 0.1.0, schema step {migrations.LATEST_STEP}\n"
@@ -447,6 +449,7 @@ def test_a_process_ends_though_a_handler_never_returns(
     assert process.returncode == status
 
 
+@pytest.mark.slow
 def test_how_much_a_worker_logs_can_be_said(application: str, start: Start, engine: Engine, observer: Observer) -> None:
     enqueue(engine, "count")
     process = start(f"{application}:worker", "--log-level", "WARNING")
@@ -474,6 +477,7 @@ def write_wrong_worker(directory: Path, url: URL, **options: object) -> None:
     (directory / "wrong.py").write_text(source)
 
 
+@pytest.mark.slow
 def test_a_worker_on_a_database_without_tables_ends_with_one_line(
     start: Start, tmp_path: Path, empty_database_url: URL
 ) -> None:
@@ -482,6 +486,7 @@ def test_a_worker_on_a_database_without_tables_ends_with_one_line(
     assert line.startswith(f"the database {empty_database_url.database!r} has no table enlist_job: run `enlist migr")
 
 
+@pytest.mark.slow
 def test_a_worker_on_an_autocommit_engine_ends_with_one_line(start: Start, tmp_path: Path, database_url: URL) -> None:
     write_wrong_worker(tmp_path, database_url, isolation_level="AUTOCOMMIT")
     assert "is in AUTOCOMMIT mode" in finished(start("wrong:worker", "--log-level", "warning")).error
@@ -492,6 +497,7 @@ def finished(process: subprocess.Popen[str]) -> Result:
     return Result(process.returncode, out, errors)
 
 
+@pytest.mark.slow
 def test_a_worker_waits_for_a_database_says_so_once_and_can_be_stopped(start: Start, tmp_path: Path) -> None:
     write_wrong_worker(tmp_path, parse_url(f"postgresql://u:{PASSWORD}@127.0.0.1:1/d"))
     process = start("wrong:worker")
@@ -505,6 +511,7 @@ def test_a_worker_waits_for_a_database_says_so_once_and_can_be_stopped(start: St
     assert PASSWORD not in said[0] + rest
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 def test_what_cannot_be_written_is_one_line(database_url: URL) -> None:
     url = database_url.render_as_string(hide_password=False)

@@ -128,6 +128,7 @@ def is_running(pid: int) -> bool:
 # -- the parts ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_worker_that_ends_by_itself_is_told_with_its_last_words(empty_database_url: URL) -> None:
     with tempfile.TemporaryFile() as run_log:
         worker = WorkerProcess("worker 1", empty_database_url, run_log)

@@ -29,6 +29,7 @@ def quick_temporary_directory(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tempfile, "tempdir", str(directory))
 
 
+@pytest.mark.slow
 def test_a_server_starts_answers_and_leaves_nothing() -> None:
     with EmbeddedServer() as server:
         pid = server.pid
@@ -40,6 +41,7 @@ def test_a_server_starts_answers_and_leaves_nothing() -> None:
     _wait_until_gone(pid, runtime)
 
 
+@pytest.mark.slow
 def test_settings_are_written_at_every_start_and_quoted(private_server: EmbeddedServer) -> None:
     settings = {"cluster_name": "o'neill \\ sons", "max_connections": "17"}
     with EmbeddedServer(settings=settings) as server, Observer(server.url()) as observer:
@@ -50,6 +52,7 @@ def test_settings_are_written_at_every_start_and_quoted(private_server: Embedded
             assert other.scalar("SHOW max_connections") == "200"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fast", "immediate"])
 def test_a_restart_ends_the_sessions_and_keeps_the_data(private_server: EmbeddedServer, mode: module.StopMode) -> None:
     with Observer(private_server.url()) as before:
@@ -61,6 +64,7 @@ def test_a_restart_ends_the_sessions_and_keeps_the_data(private_server: Embedded
         assert after.scalar("SELECT x FROM t") == 42
 
 
+@pytest.mark.slow
 def test_a_directory_of_ones_own_is_kept_and_used_again(tmp_path_for_all: Path) -> None:
     directory = tmp_path_for_all / 'it\'s a "$HOME" `directory`' / ("long " * 40)
     with EmbeddedServer(directory) as server, Observer(server.url()) as observer:
@@ -93,6 +97,7 @@ def test_it_works_wherever_the_package_and_tmpdir_are(
     assert directory.stat().st_mode & 0o777 == mode
 
 
+@pytest.mark.slow
 def test_another_postgresql_runs_from_its_directory(private_server: EmbeddedServer) -> None:
     binaries = private_server.binary_directory
     with EmbeddedServer(binaries=binaries) as server, Observer(server.url()) as observer:
@@ -105,6 +110,7 @@ def test_a_directory_without_postgresql_is_named(tmp_path_for_all: Path) -> None
         EmbeddedServer(binaries=tmp_path_for_all).start()
 
 
+@pytest.mark.slow
 def test_the_environment_of_other_servers_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"PGPORT": "1", "PGDATA": "/nowhere", "PGHOST": "nowhere", "PGUSER": "nobody"}.items():
         monkeypatch.setenv(name, value)
@@ -112,6 +118,7 @@ def test_the_environment_of_other_servers_does_not_matter(monkeypatch: pytest.Mo
         assert observer.scalar("SELECT current_user") == "postgres"
 
 
+@pytest.mark.slow
 async def test_the_url_fits_every_driver(private_server: EmbeddedServer) -> None:
     from sqlalchemy.ext.asyncio import create_async_engine
 
@@ -195,6 +202,7 @@ def test_a_kept_server_outlives_its_process_and_says_how_to_end_it() -> None:
     _wait_until_gone(pid, runtime)
 
 
+@pytest.mark.slow
 def test_a_failed_start_says_why_and_leaves_nothing(tmp_path_for_all: Path) -> None:
     server = EmbeddedServer(settings={"max_connections": "many"}, temporary_root=tmp_path_for_all)
     with pytest.raises(ServerError, match='invalid value for parameter "max_connections": "many"'):

@@ -279,6 +279,7 @@ async def _coroutine() -> Note:
     return Note()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -667,6 +668,7 @@ except RuntimeError:
 """
 
 
+@pytest.mark.slow
 def test_a_listener_that_fails_after_the_commit_does_not_hide_it(database_url: URL, observer: Observer) -> None:
     url = database_url.render_as_string(hide_password=False)
     done = subprocess.run([sys.executable, "-c", RAISING_LISTENER, url], capture_output=True, text=True, check=True)

@@ -351,6 +351,7 @@ async def test_a_schema_translate_map_is_followed(driver: Driver, engine: Engine
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("record", [OddJob, TenantJob])
 def test_columns_of_the_applications_own_get_their_values(engine: Engine, record: type[OddJob | TenantJob]) -> None:
     with engine.begin() as connection:
@@ -366,6 +367,7 @@ def test_columns_of_the_applications_own_get_their_values(engine: Engine, record
         assert {(tenant, number) for tenant, number in found} == {(default, 1100), ("given", 1200)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
 async def test_a_copy_works_at_the_levels_that_keep_a_snapshot(driver: Driver, level: Any, observer: Observer) -> None:
     def enqueue(session: Session) -> None:

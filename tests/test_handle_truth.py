@@ -54,6 +54,7 @@ def test_a_job_committed_by_the_owner_of_the_connection_is_not_said_to_be_discar
     assert handle.state is JobState.UNKNOWN
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flushed", [False, True])
 def test_a_session_that_is_forgotten_discards_its_jobs(engine: Engine, observer: Observer, flushed: bool) -> None:
     session = Session(engine)
@@ -67,6 +68,7 @@ def test_a_session_that_is_forgotten_discards_its_jobs(engine: Engine, observer:
     assert handle.state is JobState.DISCARDED
 
 
+@pytest.mark.slow
 def test_a_session_that_is_forgotten_does_not_decide_for_the_owner_of_its_connection(
     engine: Engine, observer: Observer
 ) -> None:
@@ -343,6 +345,7 @@ def test_a_joined_transaction_that_was_ended_and_goes_on_is_noticed(
     assert texts(observer) == (["a"] if end == "commit" else [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["close", "reset", "forget"])
 def test_a_session_that_ends_leaves_a_joined_transaction_to_its_owner(
     engine: Engine, observer: Observer, how: str

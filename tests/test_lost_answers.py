@@ -55,6 +55,7 @@ def handlers(runs: list[int]) -> HandlerRegistry:
     return registry
 
 
+@pytest.mark.slow
 def test_a_claim_whose_answer_is_lost_is_given_back_and_costs_no_attempt(
     engine: Engine, lossy_engine: Engine, proxy: LossyProxy, observer: Observer
 ) -> None:

@@ -223,6 +223,7 @@ def test_a_queued_twin_is_replaced_by_jobs_with_values(tables: Engine) -> None:
     assert (one(tables).payload, one(tables).cents) == ({"text": "b"}, 1)
 
 
+@pytest.mark.slow
 def test_a_table_without_defaults_in_python_takes_one_parameter(tables: Engine, statements: StatementRecorder) -> None:
     plain = JobRepository(record=PlainJob)
     with Session(tables) as session:
@@ -462,6 +463,7 @@ def test_relationships_for_reading_are_taken() -> None:
 ODD = 'a%"b c'
 
 
+@pytest.mark.slow
 def test_names_may_be_odd(engine: Engine) -> None:
     """Of the schema, the table and the application's columns: for the flush, COPY and a worker."""
 

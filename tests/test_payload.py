@@ -118,6 +118,7 @@ _JSON = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(value=st.lists(_JSON, max_size=3))
 def test_any_json_comes_back_through_jsonb(value: Any) -> None:
@@ -235,6 +236,7 @@ def test_depth_and_digits_at_the_limit_come_back() -> None:
         assert json.loads(encode_data({"value": value}, 100_000)) == {"value": value}
 
 
+@pytest.mark.slow
 def test_size_is_limited_by_bytes_and_the_limit_can_be_raised(engine: Engine, observer: Observer) -> None:
     big = Free(value="é" * 600_000)
     with Session(engine) as session:

@@ -189,6 +189,7 @@ def test_the_marks_are_all_those_of_a_claim() -> None:
     assert MARKS.keys() == NO_MARKS.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("held", [False, True], ids=["its slot is free", "its slot is taken"])
 def test_a_long_line_for_one_key_holds_up_nobody(engine: Engine, held: bool) -> None:
     """20,000 jobs of one key stand in front: those without a key are claimed, and no row is looked up for each."""

@@ -115,6 +115,7 @@ def test_housekeeping_does_not_scan_the_table_that_was_empty_before(engine: Engi
     assert slow == {}
 
 
+@pytest.mark.slow
 def test_the_next_generation_of_a_handlers_last_update_does_not_scan_the_table_that_was_empty_before(
     one_connection: Engine, observer: Observer
 ) -> None:

@@ -855,6 +855,7 @@ def test_objects_of_pruned_jobs_leave_the_session(session: Session, jobs: Jobs) 
 # -- with a worker ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_job_that_is_cancelled_while_it_runs_commits_nothing(engine: Engine, jobs: Jobs) -> None:
     handlers = HandlerRegistry()
     started, go_on = threading.Event(), threading.Event()
@@ -947,6 +948,7 @@ def test_a_delay_is_as_long_as_it_says_when_the_clocks_change(database_url: URL,
         assert abs(seconds - delay.total_seconds()) < 60, kind
 
 
+@pytest.mark.slow
 def test_retries_and_enqueues_of_the_same_keys_do_not_deadlock(engine: Engine, observer: Observer) -> None:
     """Both take many keys: one after the other in the order of the keys, whatever the order of ids and calls."""
     rounds, count = 8, 300

@@ -175,6 +175,7 @@ def test_an_old_worker_looks_at_what_is_too_new_for_it_once_in_ten_seconds(
     assert observer.scalar("SELECT max(attempt) FROM enlist_job") == 1
 
 
+@pytest.mark.slow
 def test_what_is_too_new_holds_up_none_of_those_it_would_share_a_transaction_with(engine: Engine, jobs: Jobs) -> None:
     handlers = HandlerRegistry()
 

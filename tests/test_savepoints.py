@@ -23,6 +23,7 @@ CHANNEL = statements_for(sa.inspect(JobRecord).local_table).channel
 JoinMode = Literal["conditional_savepoint", "rollback_only", "control_fully", "create_savepoint"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outcome", ["commit", "rollback"])
 def test_only_what_is_left_at_the_commit_exists_and_wakes(engine: Engine, observer: Observer, outcome: str) -> None:
     observer.listen(CHANNEL)

@@ -417,6 +417,7 @@ def test_in_a_two_phase_session_it_is_the_same(name: str, engine: Engine, jobs: 
     assert observer.scalar("SELECT count(*) FROM pg_prepared_xacts WHERE database = current_database()") == 0
 
 
+@pytest.mark.slow
 def test_the_report_and_the_database_agree_in_100_of_100_runs(engine: Engine, jobs: Jobs) -> None:
     """Half of the handlers swallow an error. Done has its effect; what has no effect is not done."""
     handlers = HandlerRegistry()

@@ -129,7 +129,7 @@ def test_what_was_committed_and_drained_is_gone_with_the_outer_transaction(engin
             assert session.scalars(sa.select(Receipt.order_id)).all() == [order.id]
             session.commit()
         outer.rollback()
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 5
     assert nothing_is_committed(observer)
 
 
@@ -160,7 +160,7 @@ async def test_what_was_committed_and_drained_is_gone_with_the_outer_transaction
             assert (await session.scalars(sa.select(Effect.worker))).all() == ["sent"]
             await session.commit()
         await outer.rollback()
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < 5
     assert nothing_is_committed(observer)
 
 
@@ -277,6 +277,7 @@ def test_what_handlers_enqueue_runs_too_at_its_place(session: Session) -> None:
     assert effects(session) == ["first", "urgent", "second"]
 
 
+@pytest.mark.slow
 def test_a_handler_may_enqueue_its_own_unique_key_again(session: Session) -> None:
     handlers = HandlerRegistry()
 
@@ -338,6 +339,7 @@ def test_concurrency_keys_are_run_one_after_the_other(session: Session) -> None:
     assert effects(session) == [f"{what} {number}" for number in range(3) for what in ("keyed", "plain")]
 
 
+@pytest.mark.slow
 def test_a_key_in_use_by_another_open_transaction_is_named(
     engine: Engine, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -738,7 +740,7 @@ async def test_async_handlers_get_an_async_session_on_the_same_connection(any_as
 async def test_async_handlers_end_as_plain_ones_do(async_session: AsyncSession) -> None:
     handlers = HandlerRegistry()
 
-    @handlers.handler(Note, timeout=0.05, wait=tenacity.wait_fixed(60))
+    @handlers.handler(Note, timeout=1, wait=tenacity.wait_fixed(60))  # a statement within it takes less
     async def note(session: AsyncSession, job: Job[Note]) -> None:
         leave(session, job, job.payload.text)
         await session.flush()

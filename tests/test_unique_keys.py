@@ -166,6 +166,7 @@ def test_repeatable_read_says_that_it_cannot_see_the_twin(engine: Engine) -> Non
         assert sqlstate(caught.value) == "40001"
 
 
+@pytest.mark.slow
 def test_keys_in_opposite_order_wait_and_never_deadlock(engine: Engine, observer: Observer) -> None:
     keys = [f"{letter}{number}" for letter in "abcdefghijklmnopqrst" for number in range(55)]  # two chunks
     barrier = threading.Barrier(2, timeout=30)
@@ -188,6 +189,7 @@ def test_keys_in_opposite_order_wait_and_never_deadlock(engine: Engine, observer
     assert total == observer.scalar("SELECT count(*) FROM enlist_job") == 3 * 1100 + 47 * 20
 
 
+@pytest.mark.slow
 def test_separate_flushes_in_opposite_order_deadlock_once_and_can_be_retried(
     engine: Engine, observer: Observer
 ) -> None:

@@ -386,6 +386,7 @@ def test_a_burst_becomes_one_job_that_runs_after_the_last(engine: Engine, observ
     assert observer.scalar("SELECT round(extract(epoch FROM run_at - created_at)) >= 3604 FROM enlist_job")
 
 
+@pytest.mark.slow
 def test_a_running_twin_is_left_alone_and_a_new_job_made(engine: Engine, observer: Observer) -> None:
     """Also one that was to hold its key: it loses it, and nothing else."""
     started, go_on = threading.Event(), threading.Event()
@@ -537,6 +538,7 @@ def test_a_job_that_is_run_again_when_its_lapsed_key_is_to_be_taken_keeps_it(
     assert len(again) == 1
 
 
+@pytest.mark.slow
 def test_two_that_replace_many_keys_in_other_orders_do_not_deadlock(engine: Engine, observer: Observer) -> None:
     errors: list[BaseException] = []
 

@@ -329,6 +329,7 @@ def test_messages_can_be_read_and_rubbish_is_nobodys() -> None:
     assert attempts_of(f"rubbish {job_id}:5 :1") == [(job_id, 5)]
 
 
+@pytest.mark.slow
 def test_ten_thousand_jobs_are_a_hundred_notifications(engine: Engine, jobs: Jobs, observer: Observer) -> None:
     ids = jobs.add_many("other", 10_000, status="running", locked_until="infinity", lease_token=3)
     jobs.add_many("other", 1000)  # nobody runs these
@@ -537,6 +538,7 @@ def test_the_settings_of_the_transaction_stay_what_they_are(engine: Engine, jobs
         assert session.scalar(sa.text("SHOW lock_timeout")) == "1234ms"
 
 
+@pytest.mark.slow
 def test_an_ending_that_cannot_be_written_is_tried_more_and_more_seldom(
     engine: Engine, jobs: Jobs, handlers: Handlers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,6 +104,7 @@ def _plain_only() -> HandlerRegistry:
     return handlers
 
 
+@pytest.mark.slow
 def test_a_closed_port_is_waited_for(network: TcpProxy, jobs: Jobs, caplog: pytest.LogCaptureFixture) -> None:
     job_id = jobs.add("async")
     network.refuse()

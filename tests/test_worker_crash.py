@@ -110,6 +110,7 @@ def test_a_killed_holder_of_a_key_frees_it_with_its_lease(database_url: URL, job
     assert jobs.effects(following) == [(1, "second")]
 
 
+@pytest.mark.slow
 def test_what_a_stop_gives_back_uses_no_attempt(engine: Engine, jobs: Jobs, observer: Observer) -> None:
     """The control to the poison job: three times released in good order, then run."""
     handlers = HandlerRegistry()

@@ -89,6 +89,7 @@ def started_on_time(jobs: Jobs, job_id: Any) -> None:
 # -- what a worker knows -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [{}, KEYED, {"priority": -5}, {"priority": 32767, **KEYED}], ids=str)
 def test_what_is_there_at_the_start_begins_when_it_is_due(
     engine: Engine, jobs: Jobs, handlers: HandlerRegistry, columns: dict[str, Any]
@@ -100,6 +101,7 @@ def test_what_is_there_at_the_start_begins_when_it_is_due(
     assert {jobs.status(other) for other in others} == {"queued"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"concurrency_key": "k"}], ids=["plain", "keyed"])
 def test_what_is_enqueued_for_later_begins_when_it_is_due(
     engine: Engine, jobs: Jobs, handlers: HandlerRegistry, options: dict[str, Any]
@@ -114,6 +116,7 @@ def test_what_is_enqueued_for_later_begins_when_it_is_due(
         started_on_time(jobs, late.id)
 
 
+@pytest.mark.slow
 def test_what_is_put_to_an_earlier_time_begins_then(
     engine: Engine, jobs: Jobs, observer: Observer, handlers: HandlerRegistry
 ) -> None:
@@ -124,6 +127,7 @@ def test_what_is_put_to_an_earlier_time_begins_then(
         started_on_time(jobs, job_id)
 
 
+@pytest.mark.slow
 def test_another_workers_retry_begins_when_it_is_due(
     engine: Engine, jobs: Jobs, observer: Observer, handlers: HandlerRegistry
 ) -> None:
@@ -176,6 +180,7 @@ def test_what_becomes_due_while_all_slots_are_busy_begins_when_one_is_free(
         go.set()
 
 
+@pytest.mark.slow
 def test_a_queue_with_a_rate_limit_keeps_to_the_times(engine: Engine, jobs: Jobs, handlers: HandlerRegistry) -> None:
     ids = [jobs.add("work", due_in=seconds) for seconds in (0.3, 0.6)]
     with running(Worker(engine, handlers, rate_limits={"default": RateLimit(1000, per=1)}, **MINUTE)):
@@ -183,6 +188,7 @@ def test_a_queue_with_a_rate_limit_keeps_to_the_times(engine: Engine, jobs: Jobs
             started_on_time(jobs, job_id)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [{}, KEYED], ids=["plain", "keyed"])
 def test_a_worker_that_claims_from_its_marks_on_keeps_to_the_times(
     engine: Engine, jobs: Jobs, handlers: HandlerRegistry, columns: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -197,6 +203,7 @@ def test_a_worker_that_claims_from_its_marks_on_keeps_to_the_times(
             started_on_time(jobs, job_id)
 
 
+@pytest.mark.slow
 def test_each_of_several_queues_keeps_to_its_times(engine: Engine, jobs: Jobs, handlers: HandlerRegistry) -> None:
     ids = [jobs.add("work", due_in=seconds, queue=queue) for queue, seconds in (("b", 0.6), ("a", 0.3), ("c", 0.9))]
     with running(Worker(engine, handlers, queues=["a", "b", "c"], **MINUTE)):
@@ -207,6 +214,7 @@ def test_each_of_several_queues_keeps_to_its_times(engine: Engine, jobs: Jobs, h
 # -- what it costs -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_worker_with_nothing_due_asks_once_for_each_poll(
     engine: Engine, jobs: Jobs, observer: Observer, handlers: HandlerRegistry
 ) -> None:
@@ -216,6 +224,7 @@ def test_a_worker_with_nothing_due_asks_once_for_each_poll(
         assert 3 <= len(recorder.texts) <= 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("why", ["no handler", "its key is taken", "locked"])
 def test_a_job_that_cannot_be_taken_when_its_time_comes_makes_no_hot_loop(
     engine: Engine, jobs: Jobs, observer: Observer, handlers: HandlerRegistry, why: str
@@ -236,6 +245,7 @@ def test_a_job_that_cannot_be_taken_when_its_time_comes_makes_no_hot_loop(
         assert jobs.status(job_id) == "queued"
 
 
+@pytest.mark.slow
 def test_many_times_that_nobody_keeps_are_ten_milliseconds_apart(
     engine: Engine, observer: Observer, handlers: HandlerRegistry
 ) -> None:

@@ -268,6 +268,7 @@ def test_the_engines_listeners_and_options_serve_handlers_too(database_url: URL,
 # -- exactly once --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "async"])
 def test_effects_are_committed_with_the_status_or_not_at_all(
     kind: str, engine: Engine, jobs: Jobs, observer: Observer

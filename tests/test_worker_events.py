@@ -322,6 +322,7 @@ def test_of_two_endings_the_first_is_told() -> None:
     assert recorder.events[0].waited_seconds is None
 
 
+@pytest.mark.slow
 def test_each_attempt_has_a_start_and_one_end(engine: Engine, jobs: Jobs) -> None:
     """Over many jobs of all sorts, two workers, and both worlds."""
     handlers = HandlerRegistry()

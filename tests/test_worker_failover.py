@@ -213,6 +213,7 @@ def test_a_switchover_to_a_standby(private_server: EmbeddedServer, caplog: pytes
 # -- away --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("driver", ["sync", "psycopg", "asyncpg"])
 def test_a_host_name_that_is_gone_is_asked_for_again(
     driver: str, database_url: URL, jobs: Jobs, observer: Observer, caplog: pytest.LogCaptureFixture

@@ -180,6 +180,7 @@ def test_the_last_attempt_of_a_lost_worker_is_the_end(database_url: URL, jobs: J
 # -- leases that are kept ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_blocked_event_loop_loses_no_lease(engine: Engine, jobs: Jobs, observer: Observer) -> None:
     handlers = HandlerRegistry()
     runs: Counter[int] = Counter()
@@ -261,6 +262,7 @@ def test_hold_lock_keeps_the_row_locked_from_the_first_use(engine: Engine, jobs:
 # -- conflicts are run again in the same attempt -------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "async"])
 def test_what_is_given_up_between_two_runs_is_not_run_again(
     kind: str, engine: Engine, jobs: Jobs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -354,6 +356,7 @@ def test_a_deadlock_runs_the_handler_again(engine: Engine, jobs: Jobs, observer:
     assert runs == [1, 1, 1]
 
 
+@pytest.mark.slow
 def test_a_conflict_that_stays_becomes_an_ordinary_failure(engine: Engine, jobs: Jobs) -> None:
     handlers = HandlerRegistry()
     runs: list[int] = []
@@ -391,6 +394,7 @@ def test_a_handler_is_not_run_again_when_its_job_is_not_ours_any_more(
     assert jobs.row(job_id)["last_error"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["REPEATABLE READ", "REPEATABLE_READ"])
 def test_a_level_that_the_handler_chooses_counts_as_well(name: str, engine: Engine, jobs: Jobs) -> None:
     handlers = HandlerRegistry()
@@ -408,6 +412,7 @@ def test_a_level_that_the_handler_chooses_counts_as_well(name: str, engine: Engi
     assert len(jobs.effects(job_id)) == 1
 
 
+@pytest.mark.slow
 def test_a_commit_whose_fate_cannot_be_read_holds_its_slot_no_longer_than_the_lease(
     engine: Engine, jobs: Jobs, database_url: URL
 ) -> None:

@@ -91,6 +91,7 @@ def test_one_that_is_cancelled_while_it_waits_for_its_turn_takes_nobody_along(en
     assert jobs.effects_by_job() == dict.fromkeys([ids[0], ids[2], ids[3]], 1)
 
 
+@pytest.mark.slow
 def test_what_runs_after_one_that_was_cancelled_is_not_cut_off(
     engine: Engine, jobs: Jobs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -119,6 +120,7 @@ def test_what_runs_after_one_that_was_cancelled_is_not_cut_off(
     assert "is cut" not in caplog.text
 
 
+@pytest.mark.slow
 def test_the_time_of_one_does_not_begin_before_it_runs(engine: Engine, jobs: Jobs) -> None:
     handlers = HandlerRegistry()
     body = Body(4)

@@ -291,6 +291,7 @@ def test_the_loops_executor_is_the_handlers_and_the_worker_needs_it_not(name: st
 # -- many at once --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_retries_that_are_due_together_cost_one_claim(
     engine: Engine, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -340,6 +341,7 @@ def test_a_session_cannot_be_used_after_its_attempt(engine: Engine, jobs: Jobs) 
             session.execute(sa.text("SELECT 1"))
 
 
+@pytest.mark.slow
 def test_a_right_that_is_revoked_for_a_moment_loses_no_ending(
     database_url: URL, jobs: Jobs, observer: Observer, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -169,6 +169,7 @@ def test_a_silent_connection_that_lives_is_kept(
     assert "failed" not in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("new", [False, True])
 def test_a_frozen_network_does_not_keep_stop_waiting(
     engine: Engine, through: Engine, network: TcpProxy, new: bool
@@ -185,6 +186,7 @@ def test_a_frozen_network_does_not_keep_stop_waiting(
     network.cut()
 
 
+@pytest.mark.slow
 def test_a_worker_works_while_its_listener_cannot_connect(
     engine: Engine, through: Engine, network: TcpProxy, jobs: Jobs, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -201,6 +203,7 @@ def test_a_worker_works_while_its_listener_cannot_connect(
 # -- of no use ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_listen_that_nobody_hears_is_said_once_and_jobs_are_found_by_polling(
     engine: Engine,
     empty_database_url: URL,

@@ -27,6 +27,7 @@ class Breaks(logging.Filter):
         raise OSError("no space left on device")
 
 
+@pytest.mark.slow
 def test_a_filter_that_raises_ends_no_thread(
     engine: Engine, observer: Observer, request: pytest.FixtureRequest
 ) -> None:

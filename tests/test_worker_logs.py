@@ -132,6 +132,7 @@ def test_each_ending_is_a_line_with_its_fields(
     assert 0 <= record.duration_seconds < 60
 
 
+@pytest.mark.slow
 def test_a_lost_lease_and_a_job_taken_back_are_lines_with_their_fields(
     engine: Engine, jobs: Jobs, observer: Observer, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -173,6 +174,7 @@ def test_a_lost_lease_and_a_job_taken_back_are_lines_with_their_fields(
     assert {record.lost_worker for record in reaped} == {"gone"}
 
 
+@pytest.mark.slow
 def test_every_line_that_names_a_job_has_the_fields(
     engine: Engine, jobs: Jobs, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -211,6 +213,7 @@ def test_every_line_that_names_a_job_has_the_fields(
 # -- privacy -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_attempts", [1, 2], ids=["dead", "retried"])
 @pytest.mark.parametrize("kind", ["plain", "async"])
 def test_no_payload_and_no_parameter_comes_into_the_log(

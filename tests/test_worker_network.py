@@ -100,6 +100,7 @@ def test_a_statement_without_an_answer_ends(network: TcpProxy, distant_database:
     assert distant_database.execute(sa.text("SELECT 1"), {}) == [(1,)]
 
 
+@pytest.mark.slow
 def test_a_statement_that_the_server_does_not_end_is_cancelled(distant_database: Database, observer: Observer) -> None:
     """It must not go on there without anybody who waits for it, with the locks that it has."""
     with pytest.raises(OperationalError, match=r"not done within 1 seconds; it was cancelled") as caught:

@@ -53,6 +53,7 @@ def effects() -> HandlerRegistry:
 # -- too small ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
 def test_an_async_pool_that_is_too_small_fails_handlers_and_nothing_else(
     driver: str, database_url: URL, jobs: Jobs, caplog: pytest.LogCaptureFixture
@@ -147,6 +148,7 @@ def in_child(engine: Engine) -> None:
     os._exit(0 if stopped else 1)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
 @pytest.mark.parametrize("before", ["stopped", "running"])
 def test_a_forked_child_has_its_own_worker_and_the_parent_goes_on(

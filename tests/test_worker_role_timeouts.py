@@ -47,6 +47,7 @@ def limit(observer: Observer, **settings: str) -> None:
         )
 
 
+@pytest.mark.slow
 def test_handlers_that_wait_before_and_after_their_first_query(
     any_async_engine: AsyncEngine, jobs: Jobs, observer: Observer
 ) -> None:
@@ -148,6 +149,7 @@ def test_old_jobs_are_deleted_in_statements_that_are_short_enough(engine: Engine
     assert deleted == 200_000
 
 
+@pytest.mark.slow
 def test_a_claim_behind_a_table_lock(engine: Engine, jobs: Jobs, observer: Observer, caplog: Any) -> None:
     """It gives up with the lock's timeout, and is made again."""
     limit(observer, **SETTINGS)
@@ -219,6 +221,7 @@ def one_error(marker: str) -> Iterator[list[float]]:
         sa.event.remove(Engine, "do_execute", execute)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", LOOPS)
 def test_each_loop_runs_again_within_two_intervals_after_an_error(
     loop: str, database_url: URL, jobs: Jobs, caplog: pytest.LogCaptureFixture

@@ -69,6 +69,7 @@ def test_a_signal_lets_what_runs_end_and_claims_nothing_more(
     assert "Traceback" not in process.log()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_it_now(number: signal.Signals, database_url: URL, jobs: Jobs) -> None:
     with WorkerProcess(database_url, shutdown_timeout=60) as process:
@@ -142,6 +143,7 @@ def _taken_over(handlers: HandlerRegistry, url: URL, jobs: Jobs, job_id: Any) ->
     assert jobs.effects(job_id) == [(2, "")]
 
 
+@pytest.mark.slow
 def test_a_signal_before_the_database_can_be_reached(database_url: URL, tmp_path: Any) -> None:
     with WorkerProcess(database_url.update_query_dict({"host": str(tmp_path)})) as process:
         process.expect("starting")
@@ -153,6 +155,7 @@ def test_a_signal_before_the_database_can_be_reached(database_url: URL, tmp_path
         assert process.lines("ready") == []
 
 
+@pytest.mark.slow
 def test_signals_in_quick_succession_never_hang_it(database_url: URL, jobs: Jobs) -> None:
     """A signal handler runs between any two steps of the main thread, also while that one holds a lock."""
     with WorkerProcess(database_url, shutdown_timeout=60) as process:

@@ -42,7 +42,7 @@ def test_an_async_handler_is_cancelled(engine: Engine, jobs: Jobs) -> None:
     handlers = HandlerRegistry()
     cancelled: list[int] = []
 
-    @handlers.handler("slow", timeout=0.1, wait=tenacity.wait_fixed(0.02))
+    @handlers.handler("slow", timeout=0.4, wait=tenacity.wait_fixed(0.02))
     async def slow(session: AsyncSession, job: Job[Any]) -> None:
         session.add(Effect(job_id=job.id, attempt=job.attempt))
         await session.flush()
@@ -60,7 +60,7 @@ def test_an_async_handler_is_cancelled(engine: Engine, jobs: Jobs) -> None:
     assert cancelled == [1, 2]
     assert jobs.effects(job_id) == [(3, "")]
     assert all(
-        "HandlerTimeout: the handler of kind 'slow' ran longer than its timeout of 0.1 seconds" in entry["error"]
+        "HandlerTimeout: the handler of kind 'slow' ran longer than its timeout of 0.4 seconds" in entry["error"]
         for entry in row["errors"]
     )
 
@@ -78,7 +78,7 @@ def test_a_plain_handler_is_fenced_off(
     late, back = threading.Event(), threading.Event()
     told: list[bool] = []
 
-    @handlers.handler("slow", timeout=0.1, wait=tenacity.wait_fixed(0.02), hold_lock=hold_lock)
+    @handlers.handler("slow", timeout=0.4, wait=tenacity.wait_fixed(0.02), hold_lock=hold_lock)
     def slow(session: Session, job: Job[Any]) -> None:
         session.add(Effect(job_id=job.id, attempt=job.attempt, worker="late" if job.attempt == 1 else "second"))
         session.flush()
@@ -198,6 +198,7 @@ def test_the_timeout_of_one_job_does_not_wait_for_that_of_another(engine: Engine
         go.set()
 
 
+@pytest.mark.slow
 def test_what_has_ended_is_not_kept_for_its_timeout(engine: Engine, jobs: Jobs) -> None:
     handlers = HandlerRegistry()
 

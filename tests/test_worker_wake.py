@@ -73,6 +73,7 @@ def test_a_commit_in_the_same_process_wakes_the_worker(engine: Engine, jobs: Job
             assert jobs.wait(handle.id, timeout=SOON)["status"] == "done"
 
 
+@pytest.mark.slow
 def test_a_commit_wakes_a_worker_in_another_process(
     engine: Engine, database_url: URL, jobs: Jobs, observer: Observer
 ) -> None:
@@ -96,6 +97,7 @@ def test_a_notify_from_any_client_wakes_it(engine: Engine, jobs: Jobs, observer:
         assert jobs.wait(job_id, timeout=SOON)["status"] == "done"
 
 
+@pytest.mark.slow
 def test_a_retry_starts_when_it_is_due(engine: Engine, jobs: Jobs, observer: Observer) -> None:
     with running(Worker(engine, effects(), **SLOW_POLL)):
         job_id = jobs.add("work", {"until": 4})
@@ -158,6 +160,7 @@ def test_what_comes_while_all_slots_are_busy_starts_when_one_is_free(
         go.set()
 
 
+@pytest.mark.slow
 def test_what_waits_behind_a_slow_job_is_given_to_others(engine: Engine, jobs: Jobs, observer: Observer) -> None:
     """Prefetched behind quick jobs, stuck behind a slow one: given back within a second, though nobody polls."""
     handlers = effects()
@@ -375,6 +378,7 @@ def test_what_is_given_back_as_its_worker_stops_starts_at_another(
             held.go.set()
 
 
+@pytest.mark.slow
 def test_a_retry_that_is_due_while_its_worker_is_busy_starts_at_another(
     engine: Engine, jobs: Jobs, observer: Observer, held: Held
 ) -> None:
@@ -443,6 +447,7 @@ def test_a_key_that_a_stopping_worker_frees_is_taken_by_another(
             assert jobs.wait(job_id, timeout=SOON)["status"] == "done"
 
 
+@pytest.mark.slow
 def test_a_key_that_somebody_has_locked_is_tried_again_soon(
     engine: Engine, jobs: Jobs, observer: Observer, held: Held
 ) -> None:

@@ -235,6 +235,7 @@ GROUPS = {name: way for name, way in WAYS.items() if way.groups}
 every_group = pytest.mark.parametrize("way", GROUPS.values(), ids=GROUPS.keys())
 
 
+@pytest.mark.slow
 @every_group
 def test_jobs_share_transactions(way: Way, database_url: URL, jobs: Jobs, observer: Observer) -> None:
     handlers = HandlerRegistry()
@@ -264,6 +265,7 @@ IN_A_GROUP = sa.text("SELECT count(*) > 2 FROM shop_effect WHERE xmin = pg_curre
 """Whether the transaction has effects of several jobs."""
 
 
+@pytest.mark.slow
 @every_group
 def test_after_a_failure_they_run_by_themselves_for_a_while(
     way: Way, database_url: URL, jobs: Jobs, observer: Observer
@@ -326,6 +328,7 @@ def test_a_job_that_is_lost_and_claimed_again_into_the_same_group_has_one_effect
     assert jobs.effects(lost[0]) == [(2, "")]
 
 
+@pytest.mark.slow
 def test_a_plain_handler_whose_time_is_over_takes_nobody_along(
     database_url: URL, jobs: Jobs, observer: Observer
 ) -> None:
@@ -333,7 +336,7 @@ def test_a_plain_handler_whose_time_is_over_takes_nobody_along(
     handlers = HandlerRegistry()
     inside, go = threading.Event(), threading.Event()
 
-    @handlers.handler("small", commit_every=50, timeout=0.3, wait=tenacity.wait_fixed(600))
+    @handlers.handler("small", commit_every=50, timeout=0.8, wait=tenacity.wait_fixed(600))
     def small(session: Session, job: Job[Any]) -> None:
         session.add(Effect(job_id=job.id, attempt=job.attempt))
         if job.payload.get("stuck"):
@@ -360,6 +363,7 @@ def test_a_plain_handler_whose_time_is_over_takes_nobody_along(
     assert jobs.effects_by_job() == dict.fromkeys(ids[:30] + ids[31:], 1)
 
 
+@pytest.mark.slow
 def test_at_a_stop_those_that_wait_for_a_stuck_one_are_given_back(database_url: URL, jobs: Jobs) -> None:
     """They have returned, and their transaction is in the hands of a thread that nobody can stop."""
     handlers = HandlerRegistry()
