@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import os
+import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, LiteralString
 
 import pytest
 import sqlalchemy as sa
@@ -439,3 +441,57 @@ def test_on_call_finds_the_dead_and_has_them_run(enlist: Enlist, engine: Engine,
         assert enlist("retry", "--status", "dead", "--kind", "work", "--yes").status == 0
         jobs.wait_all()
     assert jobs.effects_by_job() == dict.fromkeys(ids, 1)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        "run_at = 'infinity'",
+        "run_at = '-infinity'",
+        "created_at = '0044-03-15 12:00+00 BC'",
+        "status = 'done', finished_at = 'infinity'",
+        "status = 'running', lease_token = 1, locked_by = 'a', locked_until = '294276-12-31 00:00+00'",
+        """payload = ('{"n": 1' || repeat('0', 5000) || '}')::jsonb""",
+        "payload = (repeat('[', 6000) || repeat(']', 6000))::jsonb",
+        """payload = '{"n": 1e400}'""",
+        """errors = ('{"a": ' || repeat('[', 900) || repeat(']', 900) || '}')::jsonb""",
+        """errors = '"text"'""",
+    ],
+)
+def test_one_odd_row_hides_no_other(
+    odd: LiteralString, enlist: Enlist, jobs: Jobs, observer: Observer, database_url: URL
+) -> None:
+    ids = [jobs.add("good"), jobs.add("odd")]
+    observer.execute("UPDATE enlist_job SET " + odd + " WHERE id = %s", ids[1])
+    for zone in ("Pacific/Kiritimati", "America/Adak"):  # the farthest from each other
+        url = database_url.update_query_dict({"options": f"-c TimeZone={zone}"}).render_as_string(hide_password=False)
+        for options in ([], ["--payload"], ["--errors"], ["--status", "queued", "--status", "running"]):
+            shown = enlist("jobs", "--database-url", url, *options).out
+            assert str(ids[0]) in shown
+            assert str(ids[1]) in shown or "done" in odd
+            found = json.loads(enlist("jobs", "--database-url", url, "--json", *options).out)
+            assert {job["id"] for job in found} >= {str(ids[0])}
+
+
+def test_a_terminal_that_cannot_show_a_name_shows_the_others(jobs: Jobs) -> None:
+    ids = [jobs.add("größe"), jobs.add("plain")]
+    for encoding in ("ascii", "latin-1:strict"):
+        ran = subprocess.run(
+            [sys.executable, "-m", "enlist", "jobs"],
+            env={**os.environ, "PYTHONIOENCODING": encoding},
+            capture_output=True,
+            check=True,
+        )
+        assert all(str(job_id).encode() in ran.stdout for job_id in ids)
+        assert (b"gr\\xf6" if encoding == "ascii" else b"gr\xf6") in ran.stdout
+        assert not ran.stderr
+
+
+@pytest.mark.parametrize("command", ["jobs", "retry", "cancel"])
+def test_an_argument_that_is_no_text_is_a_wrong_call(command: str) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "enlist", command, "--kind", b"\xff\xfe"], capture_output=True, check=False
+    )
+    assert ran.returncode == 2
+    assert b"is no text in this locale's encoding" in ran.stderr
+    assert b"Traceback" not in ran.stderr

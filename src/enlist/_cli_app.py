@@ -41,6 +41,9 @@ class Commands(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if "--traceback" in args:
             args = ["--traceback", *(arg for arg in args if arg != "--traceback")]
+        for arg in args:
+            if any("\ud800" <= character <= "\udfff" for character in arg):  # bytes that the locale cannot read
+                raise typer.BadParameter(f"{arg!a} is no text in this locale's encoding", ctx)
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:

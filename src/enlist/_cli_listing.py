@@ -27,6 +27,8 @@ COLUMNS: Final = (
 )
 """What is read of each job."""
 
+JSON_COLUMNS: Final = {"payload", "errors"}
+
 STYLES: Final = {JobStatus.DEAD: "bold red", JobStatus.RUNNING: "bold"}
 
 
@@ -50,6 +52,7 @@ def jobs_as_json(jobs: Iterable[sa.Row[Any]]) -> str:
 
 def _facts(job: sa.Row[Any]) -> dict[str, Any]:
     facts = {name: _plain(value) for name, value in job._mapping.items() if name not in {"error", "now"}}
+    facts |= {name: _value(facts[name]) for name in JSON_COLUMNS & facts.keys()}
     facts.setdefault("last_error", last_line(job.error))
     return {**facts, "overdue": is_overdue(job)}
 
@@ -57,7 +60,17 @@ def _facts(job: sa.Row[Any]) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, dt.datetime):
         return value.astimezone(dt.UTC).isoformat()
-    return value if value is None or isinstance(value, (bool, int, float, str, list, dict)) else str(value)
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def _value(text: str) -> Any:
+    """What a JSON text says; the text itself if that cannot be written as JSON again, such as a too large number."""
+    try:
+        value = json.loads(text)
+        json.dumps(value, indent=2, allow_nan=False)
+    except (ValueError, RecursionError):
+        return text
+    return value
 
 
 def print_jobs(jobs: Sequence[sa.Row[Any]], console: Console, *, in_full: bool) -> None:
@@ -99,9 +112,11 @@ def _paragraph(job: sa.Row[Any]) -> list[str]:
     if job.concurrency_key is not None:
         lines.append(f"  concurrency key: {printable(job.concurrency_key)}")
     if "payload" in facts:
-        lines.append(f"  payload: {printable(json.dumps(facts['payload'], ensure_ascii=False))}")
+        lines.append(f"  payload: {printable(facts['payload'])}")
     if "errors" in facts:
-        lines += [f"  error: {printable(json.dumps(entry, ensure_ascii=False))}" for entry in facts["errors"]]
+        errors = _value(facts["errors"])
+        entries = errors if isinstance(errors, list) else [errors]
+        lines += [f"  error: {printable(json.dumps(entry, ensure_ascii=False))}" for entry in entries]
         lines += [f"  | {printable(line)}" for line in (facts["last_error"] or "").splitlines()]
     elif job.error:
         lines.append(f"  last error: {printable(last_line(job.error) or '')}")

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import sqlalchemy as sa
 from sqlalchemy.dialects.postgresql import ARRAY, INTERVAL, JSONB, JSONPATH, insert
 
-from enlist.models import JobRecordMixin, rate_table_of
+from enlist.models import JobRecordMixin, UTCDateTime, rate_table_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -161,6 +161,18 @@ def _status(alias: str, status: str) -> Any:
 def _careful(job: Any) -> Any:
     """Whether a queued job must run by itself: a worker died running it, or this is its last attempt."""
     return sa.or_(job.c.lost > sa.literal_column("0"), job.c.attempt + sa.literal_column("1") >= job.c.max_attempts)
+
+
+def _readable(column: Any) -> Any:
+    """A column as something that Python can read whatever it is."""
+    if isinstance(column.type, sa.JSON):
+        return sa.cast(column, sa.Text).label(column.name)
+    if isinstance(column.type, UTCDateTime):
+        # A day from the ends: they are shown in the session's time zone.
+        first, last = (sa.cast(_word(day), sa.DateTime(timezone=True)) for day in ("0001-01-02", "9999-12-30"))
+        within = sa.func.least(sa.func.greatest(column, first), last)
+        return sa.type_coerce(sa.case((column.is_not(None), within)), column.type).label(column.name)
+    return column
 
 
 def _rows(alias: str, **columns: tuple[str, Any]) -> Any:
@@ -1809,6 +1821,9 @@ class Statements:
         In the order that tells most: running jobs by the end of their leases, which has an index; queued ones by when
         they are due, and finished ones by when they ended, both of which is a scan that keeps the first few; all
         others the latest first, by the primary key. The payload is not read unless it is among the names.
+
+        Nothing that Python may be unable to read, or one odd row would hide all others: JSON as text, and times within
+        the years that it has, ``infinity`` as the last of them.
         """
         c = self.table.c
         wanted = set(statuses)
@@ -1824,7 +1839,7 @@ class Statements:
         else:
             order = [c.id.desc()]
         error = sa.func.right(c.last_error, sa.literal_column("2000")).label("error")
-        columns = [*(c[name] for name in names), error, _NOW.label("now")]
+        columns = [*(_readable(c[name]) for name in names), error, _NOW.label("now")]
         return sa.select(*columns).where(*where, *conditions).order_by(*order).limit(limit)
 
     def counts(self, conditions: Any) -> sa.Select[Any]:

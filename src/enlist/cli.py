@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,6 +27,9 @@ def main() -> None:
             raise
         sys.stderr.write(f"enlist: the command line needs {error.name}: pip install 'enlist[cli]'\n")
         raise SystemExit(2) from None
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show hides no other
     app(prog_name="enlist")
 
 
