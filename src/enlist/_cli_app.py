@@ -14,11 +14,11 @@ from typer.core import TyperGroup
 from enlist._cli_common import (
     LogLevel,
     OptionalDatabaseURL,
-    check_target,
     configure_logging,
     engine_of,
     load,
     record_of,
+    target_argument,
 )
 from enlist._cli_database import connecting, engine_for, one_line, parse_url
 from enlist._cli_jobs import cancel, jobs, retry
@@ -136,13 +136,7 @@ app.command()(worker)
 def status(
     target: Annotated[
         str | None,
-        typer.Argument(
-            metavar="MODULE:OBJECT",
-            envvar="ENLIST_APP",
-            show_default=False,
-            callback=check_target,
-            help="A Worker or HandlerRegistry: shows which kinds are queued that it has no handler for.",
-        ),
+        target_argument("A Worker or HandlerRegistry: shows the queued kinds that it has no handler for."),
     ] = None,
     database_url: OptionalDatabaseURL = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

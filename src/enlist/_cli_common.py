@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 __all__ = [
     "LogLevel",
     "OptionalDatabaseURL",
-    "check_target",
     "configure_logging",
     "end_soon",
     "engine_of",
     "load",
     "record_of",
+    "target_argument",
 ]
 
 LINGER_SECONDS: Final = 5.0
@@ -70,6 +70,13 @@ def check_target(target: str | None) -> str | None:
     if target is not None and ":" not in target:
         raise typer.BadParameter(f"{target!r} should be module:object, such as shop.jobs:worker")
     return target
+
+
+def target_argument(meaning: str) -> Any:
+    """The argument, or environment variable, that names the application; ``meaning`` is what it is to be."""
+    return typer.Argument(
+        metavar="MODULE:OBJECT", envvar="ENLIST_APP", show_default=False, callback=check_target, help=meaning
+    )
 
 
 def configure_logging(level: LogLevel, log_format: str = LOG_FORMAT) -> None:

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from enlist._cli_changes import DONE, Change, print_tally, tally_as_json
-from enlist._cli_common import OptionalDatabaseURL, check_target, engine_of, load, record_of
+from enlist._cli_common import OptionalDatabaseURL, engine_of, load, record_of, target_argument
 from enlist._cli_database import connecting
 from enlist._cli_listing import COLUMNS, jobs_as_json, print_jobs, read_jobs
 from enlist.migrations import verify_schema
@@ -79,16 +79,7 @@ class Picked:
 
 def jobs(
     *,
-    target: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODULE:OBJECT",
-            envvar="ENLIST_APP",
-            show_default=False,
-            callback=check_target,
-            help="A Worker, if it has a job class or a database of its own.",
-        ),
-    ] = None,
+    target: Annotated[str | None, target_argument("A Worker, if it has a job class or a database of its own.")] = None,
     database_url: OptionalDatabaseURL = None,
     status: Statuses = None,
     kind: Kind = None,

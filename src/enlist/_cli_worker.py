@@ -7,7 +7,7 @@ from typing import Annotated, Final
 
 import typer
 
-from enlist._cli_common import LogLevel, check_target, configure_logging, end_soon
+from enlist._cli_common import LogLevel, configure_logging, end_soon, target_argument
 from enlist._cli_load import load_worker
 from enlist.exceptions import ConfigurationError
 
@@ -17,16 +17,7 @@ MOST_PROCESSES: Final = 256
 
 
 def worker(
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODULE:OBJECT",
-            envvar="ENLIST_APP",
-            show_default=False,
-            callback=check_target,
-            help="A Worker, or a function that returns one, such as shop.jobs:worker.",
-        ),
-    ],
+    target: Annotated[str, target_argument("A Worker, or a function that returns one, such as shop.jobs:worker.")],
     context: typer.Context,
     log_level: Annotated[
         LogLevel, typer.Option(envvar="ENLIST_LOG_LEVEL", case_sensitive=False, help="How much to log.")
