@@ -122,7 +122,7 @@ def migrate(
     with connecting(engine_for(parse_url(database_url))) as connection:
         steps = run_migration(connection, to=to, schema=schema)
         step = current_step(connection, schema=schema)
-        name = connection.scalar(sa.text("SELECT current_database()"))
+        name = connection.scalar(sa.select(sa.func.current_database()))
     if steps:
         typer.echo(f"database {name}: carried out {', '.join(f'step {done}' for done in steps)}")
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from contextlib import ExitStack
@@ -13,10 +12,11 @@ import sqlalchemy as sa
 from enlist import notifier
 from enlist._abandoned import AbandonedSessions
 from enlist._cancelling import attempts_of
+from enlist._checks import async_isolation, check_pool, isolation_of, warn_of_unserved_queues
 from enlist._claimer import Claimer
 from enlist._completer import Completer, Settlement
 from enlist._database import Database
-from enlist._driver import brief, is_autocommit, is_outage, shown_url
+from enlist._driver import brief, is_outage, shown_url
 from enlist._engines import housekeeping_engine
 from enlist._executor import Executor
 from enlist._leases import RENEWALS_PER_LEASE, Heartbeat, Leases
@@ -30,16 +30,13 @@ from enlist._slots import Run, Slots
 from enlist._stalls import StallWatch, here
 from enlist._statements import WHILE_IT_RAN
 from enlist.events import Events
-from enlist.exceptions import ConfigurationError
 from enlist.health import Health
 from enlist.migrations import verify_schema
 from enlist.models import JobStatus
-from enlist.payload import options_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from enlist._engines import AsyncSessions
     from enlist._session import GuardedSession
     from enlist.worker import Worker
 
@@ -163,7 +160,7 @@ class Running:
             ", ".join(f"{name} ({slots})" for name, slots in worker.queues.items()),
             ", ".join(worker.handlers.kinds),
         )
-        self._warn_of_unserved_queues()
+        warn_of_unserved_queues(worker)
         self.heartbeat.loop.start()
         self.heartbeat.watch.start()
         self.abandoned.loop.start()
@@ -179,20 +176,6 @@ class Running:
         self._stack.callback(notifier.local.subscribe(statements.cancel_channel, self._told_of_cancelled))
         self.claimer.loop.start()
 
-    def _warn_of_unserved_queues(self) -> None:
-        """Say which handlers will have nothing to do: their jobs go to queues that are not looked at here."""
-        queues: dict[str, list[str]] = {}
-        for handler in self._worker.handlers:
-            if handler.payload_type is not None:
-                queues.setdefault(options_of(handler.payload_type).queue, []).append(handler.kind)
-        for queue in queues.keys() - self._worker.queues.keys():
-            logger.warning(
-                "worker %s has handlers for %s, whose jobs go to the queue %r by default: it does not serve that queue",
-                self._worker.name,
-                ", ".join(sorted(queues[queue])),
-                queue,
-            )
-
     def _check(self) -> None:
         """Connect in every way that will be needed, and look whether it will do."""
         worker = self._worker
@@ -204,14 +187,14 @@ class Running:
                 worker._sync.engine.connect() as connection,
                 self.database.watch(connection.connection.driver_connection),
             ):
-                self.executor.runner.isolation[False] = _isolation_of(connection)
-            _check_pool(worker._sync.engine, worker)
+                self.executor.runner.isolation[False] = isolation_of(connection)
+            check_pool(worker._sync.engine, worker)
         if not self._executor_open:
             self._executor_open = True
             self.executor.open()
         if worker._async is not None:
             self.executor.runner.isolation[True] = self.executor.run_on_loop(
-                _async_isolation(worker._async, self.database.seconds)
+                async_isolation(worker._async, self.database.seconds)
             )
 
     # -- while it runs -----------------------------------------------------------------------------------------
@@ -366,39 +349,3 @@ class Running:
         if self._started:
             logger.info("worker %s has stopped", self._worker.name)
         return idle and ended
-
-
-def _isolation_of(connection: sa.Connection) -> str:
-    """The isolation level that handlers' sessions will have.
-
-    :raises ConfigurationError: each statement would commit by itself.
-    """
-    if is_autocommit(connection):
-        raise ConfigurationError(
-            f"the engine of {shown_url(connection.engine.url)} is in AUTOCOMMIT mode: a handler's effects could not"
-            " commit together with its job's status; give the worker an engine without isolation_level='AUTOCOMMIT'"
-        )
-    return connection.get_isolation_level()
-
-
-async def _async_isolation(sessions: AsyncSessions, seconds: float) -> str:
-    async with asyncio.timeout(seconds), sessions.engine.connect() as connection:
-        return await connection.run_sync(_isolation_of)
-
-
-def _check_pool(engine: sa.Engine, worker: Worker) -> None:
-    """Say so if handlers will have to wait for each other's connections."""
-    pool = engine.pool
-    if not isinstance(pool, sa.QueuePool):
-        return
-    most = pool.size() + pool._max_overflow if pool._max_overflow >= 0 else None
-    slots = sum(worker.queues.values())
-    if most is not None and most < slots:
-        logger.warning(
-            "worker %s has %d slots, the engine's pool at most %d connections: handlers may wait for one;"
-            " create_engine(..., pool_size=%d) gives each its own",
-            worker.name,
-            slots,
-            most,
-            slots,
-        )
