@@ -68,6 +68,10 @@ def handlers_for(runs: Counter[Any], *, timeout: float | None = None) -> Handler
         runs[job.id] += 1
         session.add(Effect(job_id=job.id, attempt=job.attempt))
 
+    @handlers.handler("grouped", commit_every=10, **options)
+    def write_with_others(session: Session, job: Job[Any]) -> None:
+        write(session, job)
+
     @handlers.handler("async", **options)
     async def write_async(session: AsyncSession, job: Job[Any]) -> None:
         runs[job.id] += 1
@@ -235,14 +239,14 @@ def test_a_heartbeat_that_gets_no_answer_is_sent_again_before_the_lease_ends(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("marker", [b"INSERT INTO shop_effect", b"COMMIT"])
-@pytest.mark.parametrize("driver", ["sync", "psycopg", "asyncpg"])
+@pytest.mark.parametrize("driver", ["sync", "grouped", "psycopg", "asyncpg"])
 def test_a_handlers_session_that_gets_no_answer(
     driver: str, marker: bytes, network: TcpProxy, distant: Engine, jobs: Jobs
 ) -> None:
     """Its timeout ends the attempt; the job is done by another, or was by the COMMIT that had no answer."""
     runs: Counter[Any] = Counter()
-    kind = "sync" if driver == "sync" else "async"
-    bind: Any = distant if kind == "sync" else create_async_engine(network.url.set(drivername=f"postgresql+{driver}"))
+    kind = driver if driver in {"sync", "grouped"} else "async"
+    bind: Any = create_async_engine(network.url.set(drivername=f"postgresql+{driver}")) if kind == "async" else distant
     handlers = handlers_for(runs, timeout=1.0)
     worker = Worker(bind, handlers, sync_bind=distant, lease=LEASE, poll_interval=0.1, shutdown_timeout=1)
     with running(worker):

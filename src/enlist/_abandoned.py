@@ -70,9 +70,9 @@ class AbandonedSessions:
         run = self._leases.get(guard.job_id)
         if run is None or run.token != guard.token or run.abandoned in NO_COMMIT:
             return True
-        # An async handler that has returned is not cancelled any more: then it is the commit that takes so long.
+        # A handler that has returned is no longer watched: then it is its commit that takes so long.
         timeout = run.handler.timeout_seconds
-        late = timeout is not None and run.handler.is_async and now > run.started + timeout
+        late = timeout is not None and now > run.started + timeout
         return late or (run.task is not None and run.task.cancelling() > 0)
 
 

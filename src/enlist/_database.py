@@ -80,7 +80,7 @@ class Database:
     def open(self) -> None:
         """Connect, and look which isolation level a single statement gets."""
         with self.connection() as connection:
-            level = connection.exec_driver_sql("SHOW default_transaction_isolation").scalar_one()
+            level = connection.execute(self.statements.isolation).scalar_one()
         self._single = self.engine if level == "read committed" else self._explicit
 
     def execute(self, statement: sa.Executable, parameters: Mapping[str, Any]) -> Sequence[sa.Row[Any]]:

@@ -362,6 +362,7 @@ class Statements:
         self.limit_lock = _set_local("lock_timeout", "limit")
         self.forget = sa.text("DEALLOCATE ALL")
         self.backend = sa.select(sa.func.pg_backend_pid())
+        self.isolation = sa.select(sa.func.current_setting(_word("default_transaction_isolation"), type_=sa.Text))
         self.pause = sa.select(sa.func.pg_sleep(sa.bindparam("seconds", type_=sa.Double)))
 
     # -- producer ----------------------------------------------------------------------------------------------
