@@ -136,7 +136,7 @@ def test_old_jobs_are_deleted_in_statements_that_are_short_enough(engine: Engine
         " SELECT gen_random_uuid(), 'old', '{}', 'done', 1, statement_timestamp() - interval '1 day'"
         " FROM generate_series(1, 200000)"
     )
-    limit(observer, statement_timeout=SETTINGS["statement_timeout"], transaction_timeout="0")
+    limit(observer, statement_timeout=SETTINGS["statement_timeout"])
     repo = JobRepository()
     deleted = 0
     with Session(engine) as session:
