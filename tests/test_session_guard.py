@@ -417,6 +417,19 @@ def test_in_a_two_phase_session_it_is_the_same(name: str, engine: Engine, jobs: 
     assert observer.scalar("SELECT count(*) FROM pg_prepared_xacts WHERE database = current_database()") == 0
 
 
+@pytest.mark.parametrize("verb", ["commit", "prepare"])
+def test_a_two_phase_connection_is_not_committed_past_it(
+    verb: str, engine: Engine, jobs: Jobs, observer: Observer
+) -> None:
+    def body(session: Session) -> None:
+        getattr(session.connection().get_transaction(), verb)()
+
+    row = run_plain(sessionmaker(engine, twophase=True), jobs, body)
+    assert_failed(jobs, row, "CommitRefused")
+    assert jobs.effects_by_job() == {}
+    assert observer.scalar("SELECT count(*) FROM pg_prepared_xacts WHERE database = current_database()") == 0
+
+
 @pytest.mark.slow
 def test_the_report_and_the_database_agree_in_100_of_100_runs(engine: Engine, jobs: Jobs) -> None:
     """Half of the handlers swallow an error. Done has its effect; what has no effect is not done."""

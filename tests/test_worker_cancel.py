@@ -32,6 +32,7 @@ from enlist import (
 from enlist._cancelling import attempts_of, messages_of
 from enlist._database import Database
 from enlist._statements import statements_for
+from enlist.events import EventName, JobEvent
 from tests.shop import Effect, Order
 from tests.support import Observer, wait_until
 from tests.support.jobs import Jobs, running
@@ -556,6 +557,24 @@ def test_an_ending_that_cannot_be_written_is_tried_more_and_more_seldom(
 
 
 # -- the worker stops --------------------------------------------------------------------------------------------------
+
+
+def test_a_cancellation_is_told_when_it_is_written(
+    engine: Engine, jobs: Jobs, handlers: Handlers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is asked of a handler that goes on may still come to another end."""
+    events: list[JobEvent] = []
+    job_id = jobs.add("held deaf")
+    with running(worker(engine, handlers, events=events.append)):
+        assert handlers.inside.wait(SOON)
+        executed = _recorded(monkeypatch)
+        assert cancel(engine, job_id).asked == [job_id]
+        wait_until(lambda: executed.count(STATEMENTS.settle) >= 3)
+        assert [event.name for event in events] == [EventName.STARTED]
+        handlers.go.set()
+        jobs.wait(job_id, "cancelled", timeout=SOON)
+        wait_until(lambda: len(events) == 2)
+    assert events[1].name is EventName.CANCELLED
 
 
 @pytest.mark.slow

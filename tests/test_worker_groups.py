@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
 import time
 import uuid
@@ -270,3 +271,120 @@ def test_those_that_are_cancelled_together_each_tell_their_end(engine: Engine, j
     started = {event.job_id for event in told if event.name is EventName.STARTED}
     assert started <= endings.keys()
     assert set(endings.values()) == {1}
+
+
+@both
+def test_the_error_of_one_tells_nothing_of_anothers(world: World, engine: Engine, jobs: Jobs) -> None:
+    """An error may hold anybody's data."""
+    handlers = HandlerRegistry()
+
+    def body(session: Session, job: Job[Any]) -> None:
+        session.add(Effect(job_id=job.id))
+        session.flush()
+        if job.payload["n"] == 1:
+            raise ValueError("a secret of the second")
+        if runs[job.id]:
+            raise KeyError("the first's own")
+        runs[job.id] += 1
+
+    async def asynchronous(session: AsyncSession, job: Job[Any]) -> None:
+        await session.run_sync(body, job)
+
+    runs: Counter[uuid.UUID] = Counter()
+    handlers.handler("member", commit_every=10, wait=LATER)(body if world == "plain" else asynchronous)
+    first, second = add(jobs, 2)
+    with running(worker(engine, handlers)):
+        error = jobs.wait_failed(first)["last_error"]
+        assert "a secret of the second" in jobs.wait_failed(second)["last_error"]
+    assert "the first's own" in error
+    assert "secret" not in error
+    assert "During handling" not in error
+
+
+@both
+def test_what_one_sets_for_the_transaction_is_not_there_for_the_next(
+    world: World, engine: Engine, jobs: Jobs, observer: Observer
+) -> None:
+    handlers = HandlerRegistry()
+    found: list[tuple[int, str]] = []
+    texts = [
+        "SET LOCAL app.tenant = 'one'",
+        "/* as */ -- ever\n set local app.tenant = 'one'",
+        "SELECT set_config('app.tenant', 'one', true)",
+        "SELECT 1",
+    ]
+
+    def body(session: Session, job: Job[Any]) -> None:
+        found.append((job.payload["n"], session.scalar(sa.text("SELECT current_setting('app.tenant', true)")) or ""))
+        session.add(Effect(job_id=job.id))
+        session.flush()
+        session.execute(sa.text(texts[job.payload["n"] % 4]))
+
+    async def asynchronous(session: AsyncSession, job: Job[Any]) -> None:
+        await session.run_sync(body, job)
+
+    handlers.handler("member", commit_every=50, wait=LATER)(body if world == "plain" else asynchronous)
+    ids = add(jobs, 12)
+    with running(worker(engine, handlers)):
+        jobs.wait_all()
+    assert found == [(n, "") for n in range(12)]
+    assert jobs.effects_by_job() == dict.fromkeys(ids, 1)
+    # Those that have set nothing share a transaction with the next still.
+    assert observer.scalar("SELECT count(DISTINCT xmin::text) FROM enlist_job") < 12
+
+
+def test_a_savepoint_by_name_reaches_no_other(engine: Engine, jobs: Jobs) -> None:
+    """One leaves it open, another rolls back to one of that name, and has swallowed an error before."""
+    handlers = HandlerRegistry()
+
+    @handlers.handler("member", commit_every=10, wait=LATER)
+    def member(session: Session, job: Job[Any]) -> None:
+        session.add(Effect(job_id=job.id))
+        session.flush()
+        if job.payload["n"] == 0:
+            session.execute(sa.text("SAVEPOINT mine"))
+        elif job.payload["n"] == 3:
+            session.execute(sa.text("ROLLBACK TO SAVEPOINT mine"))
+
+    ids = add(jobs, 6)
+    with running(worker(engine, handlers)):
+        assert "mine" in jobs.wait_failed(ids[3])["last_error"]
+        assert [jobs.wait(job_id)["status"] for job_id in [*ids[:3], *ids[4:]]] == ["done"] * 5
+    assert jobs.effects_by_job() == dict.fromkeys([*ids[:3], *ids[4:]], 1)
+
+
+def test_a_cancellation_that_is_rolled_back_with_the_group_loses_no_lease(engine: Engine, jobs: Jobs) -> None:
+    handlers = HandlerRegistry()
+
+    @handlers.handler("member", commit_every=10, wait=LATER)
+    def member(session: Session, job: Job[Any]) -> None:
+        session.add(Effect(job_id=job.id))
+        if job.payload["n"] == 2 and not cancelled:
+            cancelled.append(True)
+            JobRepository().cancel(session, ids[0])
+
+    cancelled: list[bool] = []
+    ids = add(jobs, 4)
+    with running(worker(engine, handlers, lease=60)):
+        rows = [jobs.wait(job_id) for job_id in ids]
+    assert [(row["status"], row["attempt"], row["lost"]) for row in rows] == [("done", 1, 0)] * 4
+
+
+@both
+def test_a_context_variable_is_not_there_for_the_next(world: World, engine: Engine, jobs: Jobs) -> None:
+    handlers = HandlerRegistry()
+    tenant: contextvars.ContextVar[str] = contextvars.ContextVar("tenant", default="")
+    found: list[str] = []
+
+    def plain(session: Session, job: Job[Any]) -> None:
+        found.append(tenant.get())
+        tenant.set(f"tenant {job.payload['n']}")
+
+    async def asynchronous(session: AsyncSession, job: Job[Any]) -> None:
+        plain(session.sync_session, job)
+
+    handlers.handler("member")(plain if world == "plain" else asynchronous)
+    add(jobs, 8)
+    with running(worker(engine, handlers)):
+        jobs.wait_all()
+    assert found == [""] * 8

@@ -20,6 +20,7 @@ from sqlalchemy.orm import Session
 
 from enlist import Cancel, HandlerRegistry, Job, JobPayload, Retry, Snooze, Worker
 from enlist._claimer import Claimer
+from enlist.events import EventName, JobEvent
 from tests.shop import Effect
 from tests.support import Observer, wait_until
 from tests.support.jobs import Jobs, running
@@ -174,12 +175,18 @@ def test_an_ending_that_the_database_refuses_does_not_hold_up_the_others(
 
     refused = jobs.add(kind, priority=1, max_attempts=1, meta='{"refused": 1}')
     others = jobs.add_many(kind, 20, max_attempts=2)
-    with running(Worker(engine, registry(idle=idle, failing=failing), poll_interval=0.05, lease=30)):
+    events: list[JobEvent] = []
+    settings: dict[str, Any] = {"poll_interval": 0.05, "lease": 30, "events": events.append}
+    with running(Worker(engine, registry(idle=idle, failing=failing), **settings)):
         for job_id in others:
             jobs.wait(job_id, "done", "queued")
             if kind == "failing":
                 jobs.wait_failed(job_id)
     assert jobs.status(refused) == "running"
+    (lost,) = [event for event in events if event.name is EventName.LEASE_LOST]
+    assert lost.job_id == refused
+    assert lost.error is not None
+    assert "the server refuses how it ended" in lost.error
 
 
 # -- the process ---------------------------------------------------------------------------------------------
@@ -367,7 +374,7 @@ def test_a_right_that_is_revoked_for_a_moment_loses_no_ending(
             assert inside.wait(5)
             observer.connection.execute(sql.SQL("REVOKE UPDATE ON enlist_job FROM {}").format(name))
             go.set()
-            wait_until(lambda: "completion failed, trying again" in caplog.text)
+            wait_until(lambda: "the server refuses how it ended for now" in caplog.text)
             observer.connection.execute(sql.SQL("GRANT UPDATE ON enlist_job TO {}").format(name))
             assert jobs.wait(job_id)["status"] == "done"
     finally:
@@ -375,3 +382,76 @@ def test_a_right_that_is_revoked_for_a_moment_loses_no_ending(
         own.dispose()
         observer.connection.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(name))
     assert runs == [1]
+
+
+@pytest.mark.parametrize("sqlstate", ["42501", "0A000", "55000", "57014", "40001"])
+def test_an_ending_that_is_refused_for_a_while_holds_up_no_others(
+    sqlstate: str, engine: Engine, jobs: Jobs, observer: Observer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By row-level security, or a trigger that meets what it did not expect: it is written when that is over."""
+    observer.connection.execute(
+        "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN"
+        " IF OLD.status = 'running' AND OLD.meta ? 'refused' THEN"
+        f" RAISE 'not now' USING ERRCODE = '{sqlstate}'; END IF; RETURN NEW; END $$;"
+        "CREATE TRIGGER refuse BEFORE UPDATE ON enlist_job FOR EACH ROW EXECUTE FUNCTION refuse()"
+    )
+
+    def idle(session: Session, job: Job[Any]) -> None: ...
+
+    def failing(session: Session, job: Job[Any]) -> None:
+        raise ValueError
+
+    refused = [jobs.add(kind, priority=1, meta='{"refused": 1}') for kind in ("idle", "failing", "idle")]
+    others = [jobs.add(kind) for kind in ("idle", "failing") * 10]
+    with running(Worker(engine, registry(idle=idle, failing=failing), poll_interval=0.05, lease=30)):
+        for number, job_id in enumerate(others):
+            jobs.wait_failed(job_id, timeout=20) if number % 2 else jobs.wait(job_id, timeout=20)
+        assert [jobs.status(job_id) for job_id in refused] == ["running"] * 3
+        wait_until(lambda: caplog.text.count("the server refuses how it ended for now, that is tried again") == 3, 20)
+        observer.execute("DROP TRIGGER refuse ON enlist_job")
+        assert [jobs.wait(job_id, "done", "queued", timeout=20)["attempt"] for job_id in refused] == [1] * 3
+
+
+def test_a_stop_that_could_not_write_all_says_so(
+    engine: Engine, jobs: Jobs, observer: Observer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("enlist._running.STOPPING_SECONDS", 0.3)
+    observer.connection.execute(
+        "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN"
+        " RAISE 'not now' USING ERRCODE = '42501'; END $$;"
+        "CREATE TRIGGER refuse BEFORE UPDATE OF finished_at ON enlist_job FOR EACH ROW EXECUTE FUNCTION refuse()"
+    )
+    job_id = jobs.add("idle")
+    worker = Worker(engine, registry(idle=lambda session, job: None), poll_interval=0.05, lease=30)
+    worker.start()
+    wait_until(lambda: "refuses how it ended for now" in caplog.text)
+    assert worker.stop() is False
+    assert (
+        f"job {job_id} (idle, attempt 1 of 20): how it ended could not be written: it is left to the end" in caplog.text
+    )
+    assert jobs.status(job_id) == "running"
+
+
+@pytest.mark.slow
+def test_a_start_that_cannot_be_written_is_tried_in_a_while(engine: Engine, jobs: Jobs, observer: Observer) -> None:
+    observer.connection.execute(
+        "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN"
+        " IF NEW.started_at IS NOT NULL AND OLD.status = 'running' AND NEW.status = 'running' THEN RAISE 'no'; END IF;"
+        " RETURN NEW; END $$;"
+        "CREATE TRIGGER refuse BEFORE UPDATE ON enlist_job FOR EACH ROW EXECUTE FUNCTION refuse()"
+    )
+    job_id = jobs.add("idle", max_attempts=1)
+    with running(Worker(engine, registry(idle=lambda session, job: None), poll_interval=0.05)):
+        wait_until(lambda: jobs.row(job_id)["lease_token"] >= 4, 10)  # claimed and given back twice
+        began, token = time.monotonic(), jobs.row(job_id)["lease_token"]
+        wait_until(lambda: jobs.row(job_id)["lease_token"] >= token + 4, 10)
+        assert time.monotonic() - began > 0.9
+        observer.execute("DROP TRIGGER refuse ON enlist_job")
+        assert jobs.wait(job_id)["attempt"] == 1
+
+
+def test_a_row_at_the_end_of_the_integers_stops_no_claim(engine: Engine, jobs: Jobs) -> None:
+    odd = jobs.add("idle", attempt=2147483647, max_attempts=2147483647, priority=9)
+    others = jobs.add_many("idle", 5)
+    with running(Worker(engine, registry(idle=lambda session, job: None), poll_interval=0.05)):
+        assert [jobs.wait(job_id)["status"] for job_id in [*others, odd]] == ["done"] * 6

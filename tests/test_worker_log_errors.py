@@ -18,18 +18,20 @@ from tests.support.jobs import Jobs, running
 class Breaks(logging.Filter):
     """What an application may have added."""
 
-    def __init__(self) -> None:
+    def __init__(self, error: BaseException) -> None:
         super().__init__()
+        self.error = error
         self.met = 0
 
     def filter(self, record: logging.LogRecord) -> bool:
         self.met += 1
-        raise OSError("no space left on device")
+        raise self.error
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("error", [OSError("no space left on device"), SystemExit(3)], ids=["OSError", "SystemExit"])
 def test_a_filter_that_raises_ends_no_thread(
-    engine: Engine, observer: Observer, request: pytest.FixtureRequest
+    error: BaseException, engine: Engine, observer: Observer, request: pytest.FixtureRequest
 ) -> None:
     jobs = Jobs(observer)
     handlers = HandlerRegistry()
@@ -39,7 +41,7 @@ def test_a_filter_that_raises_ends_no_thread(
         if job.attempt == 1:
             raise ValueError("boom")
 
-    logger, breaks = logging.getLogger("enlist.worker"), Breaks()
+    logger, breaks = logging.getLogger("enlist.worker"), Breaks(error)
     logger.addFilter(breaks)
     request.addfinalizer(lambda: logger.removeFilter(breaks))
     worker = Worker(engine, handlers, concurrency=2, poll_interval=0.05)

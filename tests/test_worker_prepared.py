@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from psycopg import sql
 from sqlalchemy import Engine
 
 from enlist import HandlerRegistry, JobRecord, Worker
 from enlist._database import Database
 from enlist._engines import housekeeping_engine
-from tests.support import wait_until
+from tests.support import Observer, wait_until
 from tests.support.jobs import running
 
 CLAIM: dict[str, Any] = {
@@ -67,6 +68,25 @@ def test_its_plan_is_made_anew_now_and_then(own: Database, monkeypatch: pytest.M
     claim(own)
     monkeypatch.setattr("enlist._database.PREPARED_SECONDS", -1)
     assert prepared(own) == []
+
+
+@pytest.mark.parametrize("level", ["repeatable read", "serializable"])
+def test_also_where_statements_are_in_transactions_of_another_level_than_the_default(
+    level: str, engine: Engine, observer: Observer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database = observer.scalar("SELECT current_database()")
+    setting = sql.SQL("ALTER DATABASE {} SET default_transaction_isolation = {}")
+    observer.connection.execute(setting.format(sql.Identifier(database), sql.Literal(level)))
+    own = Database(housekeeping_engine(engine, None), JobRecord, lease=60)
+    own.open()
+    own.prepares = True
+    claim(own)
+    assert "WITH" in prepared(own)
+    monkeypatch.setattr("enlist._database.PREPARED_SECONDS", -1)
+    claim(own, 1)
+    monkeypatch.setattr("enlist._database.PREPARED_SECONDS", 60)
+    assert "WITH" not in prepared(own)
+    own.close()
 
 
 @pytest.mark.parametrize("lost", ["DEALLOCATE ALL", "ALTER TABLE enlist_job ALTER COLUMN queue TYPE varchar(200)"])

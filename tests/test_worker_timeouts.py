@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime as dt
 import gc
 import threading
@@ -214,3 +215,50 @@ def test_what_has_ended_is_not_kept_for_its_timeout(engine: Engine, jobs: Jobs) 
     with running(Worker(engine, handlers, poll_interval=0.05)):
         jobs.wait_all()
         wait_until(lambda: not kept())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", ["plain", "async"])
+def test_a_handler_that_is_run_again_has_all_its_time_again(
+    world: str, engine: Engine, jobs: Jobs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("enlist._abandoned.GRACE_SECONDS", 0.1)
+    monkeypatch.setattr("enlist._abandoned.LOOK_SECONDS", 0.05)
+    handlers = HandlerRegistry()
+    left: list[float] = []
+
+    def body(session: Session, job: Job[Any]) -> None:
+        assert job.deadline is not None
+        left.append((job.deadline - dt.datetime.now(dt.UTC)).total_seconds())
+        session.add(Effect(job_id=job.id, attempt=job.attempt))
+        session.flush()
+        session.execute(sa.text("SELECT pg_sleep(0.9)"))
+        if len(left) == 1:
+            session.execute(sa.text("DO $$ BEGIN RAISE EXCEPTION 'again' USING ERRCODE = '40001'; END $$"))
+
+    async def asynchronous(session: AsyncSession, job: Job[Any]) -> None:
+        await session.run_sync(body, job)
+
+    handlers.handler("again", timeout=1.5, wait=LATER)(body if world == "plain" else asynchronous)
+    job_id = jobs.add("again")
+    with running(Worker(engine, handlers, poll_interval=0.05)):
+        row = jobs.wait(job_id)
+    assert (row["status"], row["attempt"], len(left)) == ("done", 1, 2)
+    assert min(left) > 1
+    assert "is cut" not in caplog.text
+
+
+def test_a_handler_that_catches_its_cancellation_and_returns_has_failed(engine: Engine, jobs: Jobs) -> None:
+    handlers = HandlerRegistry()
+
+    @handlers.handler("stubborn", timeout=0.1, wait=LATER)
+    async def stubborn(session: AsyncSession, job: Job[Any]) -> None:
+        session.add(Effect(job_id=job.id))
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        session.add(Effect(job_id=job.id))
+
+    job_id = jobs.add("stubborn")
+    with running(Worker(engine, handlers, poll_interval=0.05)):
+        assert "HandlerTimeout" in jobs.wait_failed(job_id)["last_error"]
+    assert jobs.effects(job_id) == []

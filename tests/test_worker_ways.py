@@ -25,6 +25,7 @@ from enlist import (
     Snooze,
     Worker,
 )
+from enlist._session import _guards
 from tests import shop
 from tests.shop import Effect
 from tests.support import Observer, wait_until
@@ -439,3 +440,44 @@ def test_who_asks_for_it_is_done_before_the_slot_is_free(
     if complete == "commit":
         assert seen == list(range(30))
     assert len(seen) == 30
+
+
+@every_way
+def test_nothing_is_kept_of_what_has_ended(way: Way, database_url: URL, jobs: Jobs) -> None:
+    handlers = HandlerRegistry()
+
+    def body(session: Session, job: Job[Any]) -> None:
+        session.add(Effect(job_id=job.id))
+        session.flush()
+        if job.payload and job.attempt == 1:
+            raise ValueError
+
+    way.register(handlers, "used", body)
+    jobs.add_many("used", [{}, {"fails": True}] * 10)
+    bind = way.bind(database_url)
+    with running(worker(bind, handlers)):
+        jobs.wait_all()
+        wait_until(lambda: not _guards)
+    dispose(bind)
+
+
+@every_way
+def test_what_is_run_again_sees_what_is_stored(way: Way, database_url: URL, jobs: Jobs) -> None:
+    """Whatever the handler has made of its job in the run before."""
+    handlers = HandlerRegistry()
+    seen: list[tuple[Any, Any]] = []
+
+    def body(session: Session, job: Job[Any]) -> None:
+        seen.append((job.payload.pop("amount", 0), job.meta.pop("note", None)))
+        session.add(Effect(job_id=job.id))
+        session.flush()
+        if len(seen) == 1:
+            session.execute(sa.text("DO $$ BEGIN RAISE EXCEPTION 'again' USING ERRCODE = '40001'; END $$"))
+
+    way.register(handlers, "again", body)
+    job_id = jobs.add("again", {"amount": 100}, meta='{"note": "n"}')
+    bind = way.bind(database_url)
+    with running(worker(bind, handlers)):
+        assert jobs.wait(job_id)["attempt"] == 1
+    dispose(bind)
+    assert seen == [(100, "n")] * 2

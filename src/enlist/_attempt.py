@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import datetime as dt
 import inspect
 import json
 import os
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -58,14 +60,11 @@ NEWER_WAITS: Final = (10.0, 60.0)
 
 
 def job_of(run: Run, resources: Any) -> Job[Any]:
-    """Make the job that the handler sees. Its time begins now.
+    """Make the job that the handler sees.
 
     :raises PayloadError: what is stored cannot be read, or does not fit the payload class; a validator of the
         application may raise anything.
     """
-    timeout = run.handler.timeout_seconds
-    if timeout is not None:
-        run.signals.deadline = dt.datetime.now(dt.UTC) + dt.timedelta(seconds=timeout)
     payload, meta = _stored("payload", run.payload), _stored("meta", run.meta)
     if run.handler.payload_type is not None:
         payload = decode(run.handler.payload_type, payload, run.payload_version, run.id)
@@ -89,13 +88,23 @@ def _stored(name: str, text: str) -> Any:
         raise PayloadError(f"the stored {name} cannot be read: {error}") from None
 
 
+def _begin_time(run: Run) -> None:
+    """Let the handler's time begin: at each call anew, also when it is run again in the same attempt."""
+    run.started = time.monotonic()
+    timeout = run.handler.timeout_seconds
+    if timeout is not None:
+        run.signals.deadline = dt.datetime.now(dt.UTC) + dt.timedelta(seconds=timeout)
+
+
 # -- how it is called ----------------------------------------------------------------------------------------------
 
 
 def call_plain(run: Run, session: Any, job: Job[Any]) -> None:
     """Call a plain handler."""
+    _begin_time(run)
     with _not_in_a_fork():
-        _check_returned(run, run.handler.function(session, job))
+        # In a context of its own: what it sets there is not for the next job of its thread.
+        _check_returned(run, contextvars.copy_context().run(run.handler.function, session, job))
 
 
 async def call_async(run: Run, session: Any, job: Job[Any]) -> None:
@@ -103,6 +112,7 @@ async def call_async(run: Run, session: Any, job: Job[Any]) -> None:
 
     :raises HandlerTimeout: it was.
     """
+    _begin_time(run)
     try:
         async with asyncio.timeout(run.handler.timeout_seconds) as scope:
             with _not_in_a_fork():
@@ -111,6 +121,8 @@ async def call_async(run: Run, session: Any, job: Job[Any]) -> None:
         if scope.expired():
             raise timed_out(run) from error
         raise
+    if scope.expired():  # it has caught its cancellation, and returned
+        raise timed_out(run)
 
 
 @contextmanager

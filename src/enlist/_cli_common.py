@@ -43,6 +43,9 @@ LINGER_SECONDS: Final = 5.0
 LINGER_UNCLEAN_SECONDS: Final = 1.0
 """The same when a handler could not be stopped: it will not return now either."""
 
+LINGER_TWICE_SECONDS: Final = 10.0
+"""The same after a second signal, whatever the worker waits for."""
+
 LOG_FORMAT: Final = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
 
@@ -114,22 +117,33 @@ def engine_of(application: object, database_url: str | None) -> Iterator[sa.Engi
         engine.dispose()
 
 
-def end_soon(status: int) -> None:
+def end_soon(status: int, *, after: threading.Event | None = None) -> None:
     """Have the process ended though some thread never returns.
+
+    :param after: the second signal: from then on it may take :data:`LINGER_TWICE_SECONDS`, whatever happens.
 
     The worker's own threads don't keep it, but the interpreter waits for others at its exit: such as those of
     ``asyncio.to_thread``, which an async handler may have left something to do for ever.
     """
 
     def end() -> None:
-        time.sleep(LINGER_UNCLEAN_SECONDS if status else LINGER_SECONDS)
-        others = [
-            t.name for t in threading.enumerate() if t not in {threading.main_thread(), threading.current_thread()}
-        ]
+        if after is not None:
+            after.wait()
+            time.sleep(LINGER_TWICE_SECONDS)
+        else:
+            time.sleep(LINGER_UNCLEAN_SECONDS if status else LINGER_SECONDS)
+        # On yet another thread: a log may block for ever as well.
+        saying = threading.Thread(target=say, args=(threading.current_thread(),), daemon=True)
+        saying.start()
+        saying.join(LINGER_UNCLEAN_SECONDS)
+        os._exit(status or 1)
+
+    def say(*known: threading.Thread) -> None:
+        known = (*known, threading.main_thread(), threading.current_thread())
+        others = [thread.name for thread in threading.enumerate() if thread not in known]
         with suppress(BaseException):  # a disk that is full, a stream that is closed
             logging.getLogger("enlist").warning("the process ends though threads still run: %s", ", ".join(others))
             logging.shutdown()
             sys.stdout.flush()
-        os._exit(status or 1)
 
     threading.Thread(target=end, name="enlist-exit", daemon=True).start()

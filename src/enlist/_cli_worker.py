@@ -42,6 +42,7 @@ def worker(
     found = load_worker(target)
     configure_logging(log_level)
     status = 0
+    end_soon(1, after=found._stop_now)
     try:
         found.run()
     except SystemExit as exit_:

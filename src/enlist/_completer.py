@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
-from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.exc import DBAPIError, InterfaceError
 
 from enlist._driver import brief, sqlstate
 from enlist._log import Log
@@ -32,11 +32,20 @@ logger = Log("enlist.worker")
 
 T = TypeVar("T")
 
-PASSING: Final = ("08", "0A", "25", "26", "40", "42", "53", "55", "57", "58")
-"""How the SQLSTATEs begin of errors that are not about a row: a connection, a right that is revoked for a moment, a
-table that is being changed. What was to be written is kept."""
+OUTAGES: Final = ("08", "25006", "53", "57P", "58")
+"""How the SQLSTATEs begin of errors that are about no row."""
 
-REFUSED: Final = frozenset({"released", "stopped", "timed out"})
+WAITS: Final = ("40", "55", "57")
+"""How those begin that are about no row mostly: a deadlock, a lock on the table, a statement's time. But a trigger may
+raise them for one: so all is tried again together, :data:`TRIES` times."""
+
+TRIES: Final = 5
+
+REFUSALS: Final = ("22", "23", "44", "P0")
+"""How those begin that say of a row that it will never be written so, by a constraint or a trigger. All others may
+pass: a right that is revoked for a moment, a table that is being changed."""
+
+TOLD_WHEN_WRITTEN: Final = frozenset({"cancelled", "released", "stopped", "timed out"})
 """Why attempts are given up whose ending is told when it is written."""
 
 BATCH: Final = 500
@@ -44,6 +53,9 @@ IDLE_SECONDS: Final = 1.0
 LOCKED_SECONDS: Final = 0.02
 LONGEST_LOCKED_SECONDS: Final = 1.0
 """How long to wait before another try at a row that somebody has locked: at first, and at most."""
+
+LONGEST_REFUSED_SECONDS: Final = 10.0
+"""The same for one that the server refuses to write, maybe for a while only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +83,7 @@ class Settlement:
             return EventName.DEAD if self.status is JobStatus.DEAD else EventName.CANCELLED
         if not self.returned:
             return EventName.RETRIED
-        return EventName.RELEASED if self.delay is None else EventName.SNOOZED
+        return EventName.RELEASED if self.exception is None else EventName.SNOOZED
 
 
 class Completer:
@@ -99,8 +111,8 @@ class Completer:
         self._due_in = due_in
         self._freed = freed
         self._events = events or Events()
-        self._news: list[tuple[EventName, Run, Settlement | None]] = []
-        """What was written and is not yet told to the listeners."""
+        self._news: list[tuple[EventName, Run, Settlement | None, str | None]] = []
+        """What was written and is not yet told to the listeners, and why it was not as it should have been."""
         self._done: deque[Run] = deque()
         self._settled: deque[Settlement] = deque()
         self._fenced: deque[Run] = deque()
@@ -108,7 +120,11 @@ class Completer:
         self._locked: list[tuple[float, deque[Any], Any]] = []
         """The endings whose rows somebody has locked: when each is tried again, and the line that it is from."""
         self._pauses: weakref.WeakKeyDictionary[Run, float] = weakref.WeakKeyDictionary()
+        self._said: weakref.WeakSet[Run] = weakref.WeakSet()
+        """Those of which it was said that their ending is refused for now."""
         self._try_all = False
+        self._failed = 0
+        """How often in a row all that was to be written could not be."""
         self.loop = Loop("completion", self.step, IDLE_SECONDS)
 
     def complete(self, run: Run) -> None:
@@ -126,9 +142,9 @@ class Completer:
         self._settled.append(settlement)
         self.loop.wake()
 
-    def release(self, run: Run) -> None:
+    def release(self, run: Run, delay: dt.timedelta | None = None) -> None:
         """Give a job back that was never started, its attempt with it."""
-        self.settle(Settlement(run, JobStatus.QUEUED, returned=1))
+        self.settle(Settlement(run, JobStatus.QUEUED, delay, returned=1))
 
     def returned(self) -> None:
         """Try at once what was locked: a handler has come back that was given up, and its row's lock is gone."""
@@ -141,7 +157,7 @@ class Completer:
         self.loop.wake()
 
     def cancelled(self, run: Run) -> None:
-        """Say, once for a run, that its job was cancelled while it ran. To be called when it has been abandoned."""
+        """Say, once for a run, that its job was cancelled while it ran. To be called when that is written."""
         logger.info(
             "%s was cancelled: nothing of this attempt is committed", run, extra=run.extra(event=EventName.CANCELLED)
         )
@@ -166,11 +182,17 @@ class Completer:
         try:
             with self._writing:
                 self._take_up()
-                self._write_done()
-                self._write_settled()
+                try:
+                    self._write_done()
+                finally:  # the two know nothing of each other's troubles
+                    self._write_settled()
             self._explain()
+        except Exception:
+            self._failed += 1
+            raise
         finally:
             self._tell()
+        self._failed = 0
         if self._done or self._settled or self._fenced:
             return 0.0
         now = time.monotonic()
@@ -187,9 +209,9 @@ class Completer:
             else:
                 self._locked.append((due, line, item))
 
-    def _put_off(self, run: Run, line: deque[Any], item: Any) -> None:
+    def _put_off(self, run: Run, line: deque[Any], item: Any, longest: float = LONGEST_LOCKED_SECONDS) -> None:
         """Try later: somebody has locked the row, for a moment or for as long as a handler works."""
-        pause = min(self._pauses.get(run, LOCKED_SECONDS / 2) * 2, LONGEST_LOCKED_SECONDS)
+        pause = min(self._pauses.get(run, LOCKED_SECONDS / 2) * 2, longest)
         self._pauses[run] = pause
         self._locked.append((time.monotonic() + pause, line, item))
 
@@ -207,9 +229,11 @@ class Completer:
     def _tell(self) -> None:
         """Tell what was written. Not under the lock: a listener may look at the worker, or stop it."""
         news, self._news = self._news, []
-        for name, run, settlement in news:
+        for name, run, settlement, why in news:
             if settlement is None:
-                self._events.emit(name, run)
+                self._events.emit(name, run, error=why)
+            elif run.abandoned == "cancelled" and name is EventName.CANCELLED:
+                self.cancelled(run)
             else:
                 error = settlement.error if settlement.exception is None else None
                 self._events.emit(name, run, delay=settlement.delay, exception=settlement.exception, error=error)
@@ -229,17 +253,16 @@ class Completer:
         if not runs:
             return
         written, refused = self._write(self._complete, runs)
-        states = self._states([run for run in runs if run.id not in written and run not in refused])
+        states = self._states([run for run in runs if run.id not in written and run.id not in refused])
         _remove(self._done, len(runs))
         for run in runs:
             token, status = states.get(run.id, (None, None))
-            if run in refused:
-                self._leases.give_up(run)
-                self._news.append((EventName.LEASE_LOST, run, None))
+            if run.id in refused:
+                self._refused(run, refused[run.id], self._done, run)
             # Done with our token: written before, and the answer was lost.
             elif run.id in written or (token == run.token and status is JobStatus.DONE):
                 self._leases.drop(run)
-                self._news.append((EventName.DONE, run, None))
+                self._news.append((EventName.DONE, run, None, None))
             elif token == run.token:
                 self._put_off(run, self._done, run)
             else:
@@ -252,23 +275,22 @@ class Completer:
         if not batch:
             return
         written, refused = self._write(self._settle, batch)
-        states = self._states([one.run for one in batch if one.run.id not in written and one not in refused])
+        states = self._states([one.run for one in batch if one.run.id not in written and one.run.id not in refused])
         _remove(self._settled, len(batch))
         for settlement in batch:
             run = settlement.run
             token, status = states.get(run.id, (None, None))
             if run.id in written or (token == run.token + 1 and status is settlement.status):
                 self._leases.drop(run)
-                self._news.append((settlement.event, run, settlement))
+                self._news.append((settlement.event, run, settlement, None))
                 if settlement.status is JobStatus.QUEUED:
                     self._due_in((settlement.delay or dt.timedelta(0)).total_seconds(), run.queue)
-            elif settlement in refused:
-                self._leases.give_up(run)
-                self._news.append((EventName.LEASE_LOST, run, None))
+            elif run.id in refused:
+                self._refused(run, refused[run.id], self._settled, settlement)
             elif token == run.token and status is JobStatus.DONE:
                 # Given up at the very moment in which its COMMIT went through.
                 self._leases.drop(run)
-                self._news.append((EventName.DONE, run, None))
+                self._news.append((EventName.DONE, run, None, None))
             elif token == run.token:
                 self._put_off(run, self._settled, settlement)
             else:
@@ -279,32 +301,52 @@ class Completer:
     def _lost(self, run: Run) -> None:
         self._leases.drop(run)
         # One that was given up for another reason has told nothing yet: its ending is the one that was refused.
-        if run.abandon("lease lost") or run.abandoned in REFUSED:
+        if run.abandon("lease lost") or run.abandoned in TOLD_WHEN_WRITTEN:
             self._fenced.append(run)
 
-    def _write(self, write: Callable[[list[T]], set[object]], items: list[T]) -> tuple[set[object], list[T]]:
-        """Write endings; the ids of the jobs that were, and the endings that the server refuses, say by a trigger.
+    def _refused(self, run: Run, error: DBAPIError, line: deque[Any], item: Any) -> None:
+        """Deal with an ending that the server refuses, say by a trigger: try again later, if that may be of use.
 
-        Those are found out one by one, so that they don't hold up the others'; their leases end by themselves.
+        Until then its lease is renewed: it would only be run again, to the same end.
+        """
+        extra = run.extra()
+        if not (sqlstate(error) or "").startswith(REFUSALS):
+            if run not in self._said:
+                self._said.add(run)
+                text = "%s: the server refuses how it ended for now, that is tried again: %s"
+                logger.warning(text, run, brief(error), extra=extra)
+            self._put_off(run, line, item, LONGEST_REFUSED_SECONDS)
+            return
+        self._leases.give_up(run)
+        why = f"the server refuses how it ended, it is left to the end of its lease: {brief(error)}"
+        logger.error("%s: %s", run, why, extra={**extra, "event": EventName.LEASE_LOST})
+        self._news.append((EventName.LEASE_LOST, run, None, why))
+
+    def _write(self, write: Callable[[list[T]], set[object]], items: list[T]) -> tuple[set[object], dict[object, Any]]:
+        """Write endings; the ids of the jobs that were, and the errors by the ids of those that the server refuses.
+
+        Those are found out one by one, so that they don't hold up the others'. If it is all of several, it is an error
+        about no row, which is raised, and all are tried again.
         """
         try:
-            return write(items), []
+            return write(items), {}
         except DBAPIError as error:
-            passes = isinstance(error, (OperationalError, InterfaceError)) or error.connection_invalidated
-            if passes or (sqlstate(error) or "").startswith(PASSING):
+            lost = isinstance(error, InterfaceError) or error.connection_invalidated
+            state = sqlstate(error) or ""
+            if lost or not state or state.startswith(OUTAGES) or (state.startswith(WAITS) and self._failed < TRIES):
                 raise
             if len(items) == 1:
                 (item,) = items
-                run = item.run if isinstance(item, Settlement) else cast("Run", item)
-                logger.error(  # noqa: TRY400 (a traceback would quote the parameters)
-                    "%s: the server refuses how it ended, it is left to the end of its lease: %s",
-                    run,
-                    brief(error),
-                    extra=run.extra(),
-                )
-                return set(), items
-        parts = [self._write(write, [item]) for item in items]
-        return set().union(*(written for written, _ in parts)), [item for _, refused in parts for item in refused]
+                return set(), {(item.run if isinstance(item, Settlement) else cast("Run", item)).id: error}
+            written: set[object] = set()
+            refused: dict[object, Any] = {}
+            for item in items:
+                some, others = self._write(write, [item])
+                written |= some
+                refused |= others
+            if not written and not any((sqlstate(one) or "").startswith(REFUSALS) for one in refused.values()):
+                raise
+            return written, refused
 
     def _states(self, runs: list[Run]) -> dict[object, tuple[int, JobStatus]]:
         """What the jobs are, (token, status), whose endings were not written.

@@ -119,7 +119,7 @@ class Database:
         with engine.connect() as connection:
             try:
                 with self.watch(connection.connection.driver_connection, seconds) as watched:
-                    self._prepare(connection, may_forget=engine is self.engine)
+                    self._prepare(connection)
                     yield connection
             except DBAPIError as error:
                 if sqlstate(error) in NOT_OURS:
@@ -131,15 +131,15 @@ class Database:
             if watched is not None and watched.cancelled:  # done at that very moment
                 connection.invalidate()
 
-    def _prepare(self, connection: sa.Connection, *, may_forget: bool) -> None:
+    def _prepare(self, connection: sa.Connection) -> None:
         """Have the driver prepare what it sends again and again, and forget it after a while."""
         driver_connection, info = connection.connection.driver_connection, connection.info
         if not isinstance(driver_connection, psycopg.Connection):
             return
         since = info.get(PREPARED)
-        if since is not None and may_forget and (not self.prepares or time.monotonic() > since + PREPARED_SECONDS):
+        if since is not None and (not self.prepares or time.monotonic() > since + PREPARED_SECONDS):
             connection.execute(self.statements.forget)
-            connection.commit()  # SQLAlchemy's own idea of a transaction: the connection is in AUTOCOMMIT mode
+            connection.commit()  # in AUTOCOMMIT mode it is only SQLAlchemy's own idea of a transaction
             since = info.pop(PREPARED)
         if self.prepares and since is None:
             info[PREPARED] = time.monotonic()

@@ -140,10 +140,20 @@ class Endings:
         """Write that a plain handler's time is over."""
         self.failed(run, timed_out(run))
 
-    def release(self, run: Run) -> None:
-        """Give a job back, its attempt with it."""
+    def release(self, run: Run, delay: dt.timedelta | None = None) -> None:
+        """Give a job back, its attempt with it; after a while, where at once would be too soon."""
         if not run.ended:
-            self._completer.release(run)
+            self._completer.release(run, delay)
+
+    def is_held(self, run: Run) -> bool:
+        """Whether the job is this attempt's still; False if that cannot be read."""
+        if run.abandoned is not None:
+            return False
+        try:
+            rows = self._database.execute(self._database.statements.states, {"ids": [run.id]})
+        except sa.exc.SQLAlchemyError:
+            return False
+        return any(row.lease_token == run.token and row.status is JobStatus.RUNNING for row in rows)
 
     def lost(self, run: Run) -> None:
         """Note that the job is not this attempt's any more."""
@@ -181,12 +191,18 @@ class Endings:
                         held = {"ids": [run.id], "tokens": [run.token], "lease": self._lease}
                         connection.execute(statements.renew, held)
             except sa.exc.SQLAlchemyError:
-                time.sleep(min(left, FATE_PAUSE))
-                continue
+                failed = True
+            else:
+                failed = False
             finally:
                 self._fate_lookups.release()
+            if failed:
+                time.sleep(min(left, FATE_PAUSE))
+                continue
             if status is None:
-                self.lost(run)
+                self._leases.give_up(run)
+                if run.abandon("lease lost"):
+                    self._completer.fenced(run)
             elif status is JobStatus.RUNNING:
                 run.lease_ends = asked + self._lease.total_seconds()
             return status is JobStatus.DONE

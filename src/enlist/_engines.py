@@ -190,6 +190,9 @@ def _discard(session: Session, error: BaseException | None) -> None:
         session.invalidate()
         if error is None:
             raise
+    finally:
+        if guard is not None:
+            guard.forget()
 
 
 def _roll_back(guard: Guard) -> None:

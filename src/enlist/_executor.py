@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
 import time
 from contextlib import suppress
@@ -158,7 +159,7 @@ class Executor:
         """Run a job that has a slot."""
         if run.handler.is_async:
             assert self._loop is not None
-            self._loop.call_soon_threadsafe(self._spawn, run)
+            self._loop.call_soon_threadsafe(self._spawn, run, context=contextvars.Context())
         else:
             self._threads.submit(lambda: self._run_sync(run))
 
@@ -200,7 +201,9 @@ class Executor:
 
     def _follow(self, run: Run, jobs: int, since: float) -> None:
         if (following := self._next(run, jobs, since)) is not None:
-            self._spawn(following)
+            assert self._loop is not None
+            # Later, or a loop whose tasks begin at once would go ever deeper; and not in the context of this one.
+            self._loop.call_soon(self._spawn, following, context=contextvars.Context())
 
     async def _run_async(self, run: Run) -> None:
         task = asyncio.current_task()

@@ -67,7 +67,7 @@ def close_member(session: GuardedSession) -> bool:
     session.expunge_all()
     session.as_it_was()
     # A row that is locked, since its version is that of the transaction's snapshot, is the only one that can be.
-    return not guard.locked and not has_waiting(session)
+    return not guard.locked and not guard.alone and not has_waiting(session)
 
 
 def finish_group(session: GuardedSession, runs: Sequence[Run]) -> bool:

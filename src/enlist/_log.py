@@ -25,6 +25,6 @@ class Log(logging.LoggerAdapter[logging.Logger]):
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         if not self.isEnabledFor(level):
             return
-        with suppress(Exception):
+        with suppress(Exception, SystemExit):
             # One more: the line is the caller's, not this one's.
             super().log(level, msg, *args, **{**kwargs, "stacklevel": kwargs.get("stacklevel", 1) + 1})

@@ -112,7 +112,7 @@ class Loop:
             self._woken.clear()
             try:
                 wait = self._step()
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 self._stop.wait(self._backoff.failed(error))
                 continue
             self._backoff.succeeded()

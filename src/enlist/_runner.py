@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime as dt
 import itertools
 import time
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
@@ -21,7 +22,6 @@ from enlist.exceptions import LeaseLost
 from enlist.retry import summarize
 
 if TYPE_CHECKING:
-    import datetime as dt
     from collections.abc import Callable
 
     from sqlalchemy.ext.asyncio import AsyncSession
@@ -39,6 +39,9 @@ __all__ = ["Runner"]
 logger = Log("enlist.worker")
 
 T = TypeVar("T")
+
+START_PAUSE: Final = dt.timedelta(seconds=1)
+"""How long a job waits whose start could not be written: another try at once would be a hot loop."""
 
 NO_COMMIT: Final = frozenset({"stopped", "timed out", "cancelled", "lease lost"})
 """Why an attempt was given up that must not commit even if it still can: with its row's lock the fence lets it pass."""
@@ -107,14 +110,16 @@ class Runner:
                     following = self.slots.join(run) if group.takes_more else None
                 committed = group.is_whole() and finish_group(session, group.members)
         except BaseException as error:
-            for member in self._left_of(group, guard, error):
-                group.alone(member)
-                try:
-                    self._attempt(member)
-                except BaseException as fault:  # the others have not run yet
-                    self._endings.unexpected(member, fault)
+            left = self._left_of(group, guard, error)
         else:
+            left = []
             self._group_succeeded(group, committed)
+        for member in left:  # not in the block above: its exception would be told as the context of theirs
+            group.alone(member)
+            try:
+                self._attempt(member)
+            except BaseException as fault:  # the others have not run yet
+                self._endings.unexpected(member, fault)
         return len(group.members)
 
     def _attempt(self, run: Run) -> None:
@@ -130,6 +135,7 @@ class Runner:
                 if rerun:
                     time.sleep(wait or 0.0)
                     _check_wanted(run)
+                    job = job_of(run, self.resources)  # as it is stored: the handler may have changed it
                 with self._sync() as session:
                     session.guard_by(guard)
                     self._call(run, session, job)
@@ -183,14 +189,16 @@ class Runner:
             finally:
                 await self._async.discard(session)
         except BaseException as error:
-            for member in await self._run_aside(self._left_of, group, guard, error):
-                group.alone(member)
-                try:
-                    await self._attempt_async(member)
-                except BaseException as fault:
-                    self._endings.unexpected(member, fault)
+            left = await self._run_aside(self._left_of, group, guard, error)
         else:
+            left = []
             self._group_succeeded(group, committed)
+        for member in left:
+            group.alone(member)
+            try:
+                await self._attempt_async(member)
+            except BaseException as fault:
+                self._endings.unexpected(member, fault)
         return len(group.members)
 
     async def _attempt_async(self, run: Run) -> None:
@@ -209,6 +217,7 @@ class Runner:
                 if rerun:
                     await asyncio.sleep(wait or 0.0)
                     _check_wanted(run)
+                    job = job_of(run, self.resources)
                 session = self._async.open()
                 try:
                     cast("GuardedSession", session.sync_session).guard_by(guard)
@@ -279,7 +288,7 @@ class Runner:
         except sa.exc.SQLAlchemyError as error:
             text = "%s: its start could not be written, it is given back: %s"
             logger.warning(text, run, brief(error), extra=run.extra())
-            self._endings.release(run)
+            self._endings.release(run, START_PAUSE)
             return False
         if not rows:
             self._endings.lost(run)
@@ -349,7 +358,7 @@ class Runner:
         runs = group.left
         if isinstance(error, LeaseLost):
             for run in runs:
-                if run.id == error.job_id and error.token in {None, run.token}:
+                if run.id == error.job_id and error.token in {None, run.token} and not self._endings.is_held(run):
                     self._endings.lost(run)
         elif len(runs) == 1 and guard is not None:  # as if it had run by itself
             wait = self._endings.raised(runs[0], guard, error, 0)

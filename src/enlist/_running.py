@@ -218,7 +218,6 @@ class Running:
     def _cancelled(self, run: Run) -> None:
         """Give up an attempt whose job was cancelled, or is to be: if nobody has, the completer writes it."""
         if self.executor.abandon(run, "cancelled"):
-            self.completer.cancelled(run)
             self.completer.settle(Settlement(run, JobStatus.CANCELLED, error=WHILE_IT_RAN))
 
     def _may_have_missed(self) -> None:
@@ -277,11 +276,11 @@ class Running:
         self.others.flush(STOPPING_SECONDS)
         self._give_back_unheld()
         clean = self.close()
-        for run in self.leases.all():
-            if not run.ended:
-                text = "%s cannot be stopped: it is left to the end of its lease"
-                logger.warning(text, run, extra=run.extra())
-        return clean
+        unfinished = self.leases.all()
+        for run in unfinished:
+            text = "%s: how it ended could not be written: %s" if run.ended else "%s cannot be stopped: %s"
+            logger.warning(text, run, "it is left to the end of its lease", extra=run.extra())
+        return clean and not unfinished
 
     def _end_claims(self) -> None:
         """Claim no more. The claim under way may come to its end, and what it brings is given back.

@@ -7,6 +7,7 @@ The guard works by transaction events, since refusing methods alone leaves holes
 from __future__ import annotations
 
 import datetime as dt
+import re
 import weakref
 from typing import TYPE_CHECKING, Any, Final, Self, cast
 
@@ -32,6 +33,14 @@ __all__ = ["Guard", "GuardedSession", "guarded"]
 
 SETTINGS: Final = ("autoflush", "expire_on_commit")
 
+LASTING: Final = re.compile(
+    r"\bset_config\b|(?:^|;)\s*(?:/\*.*?\*/\s*|--[^\n]*\n\s*)*"
+    r"(?:set\b|savepoint\s+(?!sa_savepoint_)|create\s+(?:(?:local|global)\s+)?temp)",
+    re.IGNORECASE | re.DOTALL,
+)
+"""What lasts as long as the transaction and is for the job alone that sends it: ``SET LOCAL``, a savepoint by its name,
+a temporary table."""
+
 SNAPSHOT_LEVELS: Final = frozenset({"REPEATABLE READ", "SERIALIZABLE"})
 
 
@@ -40,11 +49,13 @@ class Guard:
 
     __slots__ = (
         "_hold_lock",
+        "alone",
         "always",
         "base",
         "begun_with",
         "broken",
         "committing",
+        "grouped",
         "idle_limit",
         "isolation",
         "job_id",
@@ -82,6 +93,10 @@ class Guard:
         """A commit of the handler's is a savepoint."""
         self.base: SessionTransaction | None = None
         """With savepoints: the one that the handler takes for its transaction."""
+        self.grouped = run.handler.commit_every > 1
+        """Other jobs may follow in the transaction."""
+        self.alone = False
+        """None may follow: what the last has done to the transaction is not for the next."""
         self.always = run.handler.complete == "commit"
         """To be committed even if the handler has not used it."""
         self.ours = False
@@ -118,6 +133,8 @@ class Guard:
         self.spoken.add(connection)
         if (ending := ENDING_STATEMENT.match(statement)) is not None:
             raise self.refuse(ending[1])
+        if self.grouped and LASTING.search(statement) is not None:
+            self.alone = True
 
     def follow(self, session: Session, job_id: uuid.UUID, token: int) -> None:
         """Go on to another job of a group, in the same transaction."""
@@ -145,10 +162,15 @@ class Guard:
             if root is None or not root.is_active or used.get_transaction() is not root:
                 raise self.refuse("commit() or rollback() of the connection")
 
-    def detach(self) -> None:
-        """Stop listening to the connections: for those that are not closed after the attempt."""
+    def forget(self) -> None:
+        """Let go of the connections, when the attempt is over."""
         for connection, _ in self.roots:
             _guards.pop(connection, None)
+
+    def detach(self) -> None:
+        """The same, and stop listening to those that are not closed after the attempt."""
+        self.forget()
+        for connection, _ in self.roots:
             if event.contains(connection, "before_cursor_execute", self.refuse_ending_statement):
                 event.remove(connection, "before_cursor_execute", self.refuse_ending_statement)
 
@@ -293,18 +315,33 @@ def _subclass(session_class: type[Session]) -> type[GuardedSession]:
 
 
 _guards: Final[weakref.WeakKeyDictionary[sa.Connection, Guard]] = weakref.WeakKeyDictionary()
-"""Of the connections that handlers' sessions have."""
+"""Of the connections that handlers' sessions have; until :meth:`Guard.forget`, since a guard knows its connections."""
+
+
+def _refusing(connection: sa.Connection) -> Guard | None:
+    """The guard that refuses what ends the transaction of a connection now."""
+    guard = _guards.get(connection)
+    return None if guard is None or guard.ours else guard
+
+
+# Each of these is on the class, once: a listener for each connection takes 18 us. And each rolls back first: SQLAlchemy
+# takes the transaction to be over, and would give the connection back in it.
 
 
 @event.listens_for(sa.Engine, "commit")
-def _refuse_commit_of_connection(connection: sa.Connection) -> None:
-    """Refuse ``session.connection().commit()``. On the class, once: a listener for each connection takes 18 us.
-
-    Rolled back first: SQLAlchemy takes the transaction to be over, and would give the connection back in it.
-    """
-    guard = _guards.get(connection)
-    if guard is not None and not guard.ours:
+def _refuse_commit(connection: sa.Connection) -> None:
+    """Refuse ``session.connection().commit()``."""
+    if (guard := _refusing(connection)) is not None:
         connection.dialect.do_rollback(connection.connection)
+        raise guard.refuse("commit() of the connection")
+
+
+@event.listens_for(sa.Engine, "commit_twophase")
+@event.listens_for(sa.Engine, "prepare_twophase")
+def _refuse_commit_in_two_phases(connection: sa.Connection, xid: object, is_prepared: bool = False) -> None:
+    """Refuse the same, and ``prepare()``, of a session in two phases."""
+    if (guard := _refusing(connection)) is not None:
+        connection.dialect.do_rollback_twophase(connection, xid, is_prepared)
         raise guard.refuse("commit() of the connection")
 
 
@@ -321,6 +358,7 @@ def _after_begin(session: GuardedSession, transaction: SessionTransaction, conne
     guard.used = True
     if is_autocommit(connection):
         guard.broken = "an AUTOCOMMIT connection"
+        connection.invalidate()  # a handler before has left it so, maybe: nobody gets it any more
         raise SessionError(
             "the handler's session is on a connection in AUTOCOMMIT mode: its effects could not commit together with"
             " the job's status; give the worker an engine without isolation_level='AUTOCOMMIT'"

@@ -160,7 +160,7 @@ def _status(alias: str, status: str) -> Any:
 
 def _careful(job: Any) -> Any:
     """Whether a queued job must run by itself: a worker died running it, or this is its last attempt."""
-    return sa.or_(job.c.lost > sa.literal_column("0"), job.c.attempt + sa.literal_column("1") >= job.c.max_attempts)
+    return sa.or_(job.c.lost > sa.literal_column("0"), job.c.attempt >= job.c.max_attempts - sa.literal_column("1"))
 
 
 def _readable(column: Any) -> Any:
@@ -623,7 +623,8 @@ class Statements:
             .where(condition)
             .values(
                 status="running",
-                attempt=c.attempt + 1,
+                # One row at the end of the integers, written by hand, must not fail the claim of others.
+                attempt=sa.func.least(c.attempt, sa.literal_column("2147483646")) + 1,
                 lease_token=c.lease_token + 1,
                 locked_by=sa.bindparam("worker", type_=sa.Text),
                 locked_until=_NOW + _length("lease"),

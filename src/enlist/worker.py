@@ -132,7 +132,7 @@ class Worker:
         self._running: Running | None = None
         self._start_lock = threading.Lock()
         self._stopper: int | None = None
-        self._stopping = threading.Lock()
+        self._stopping = threading.RLock()
         self._clean = True
         self._sync: SyncSessions | None = None
         self._async: AsyncSessions | None = None
@@ -146,7 +146,7 @@ class Worker:
         self._process = os.getpid()
         _inherited.extend([self._running, self._async])
         self._running = self._async = None
-        self._stopping, self._start_lock = threading.Lock(), threading.Lock()
+        self._stopping, self._start_lock = threading.RLock(), threading.Lock()
         if self._sync is not None:
             self._sync.engine.dispose(close=False)
 
@@ -252,15 +252,15 @@ class Worker:
         if running is not None and (running.executor.in_handler or running.events.in_listener):
             threading.Thread(target=self.stop, name="enlist-stop").start()
             return False
-        if self._stopper == threading.get_ident():  # from the lifespan's end, say: it cannot wait for itself
-            return False
         with self._stopping:  # whoever comes second waits for the first
-            if self._running is not None:
-                self._stopper = threading.get_ident()
-                try:
+            if self._stopper == threading.get_ident():  # from the lifespan's end or a signal's handler: not for itself
+                return False
+            self._stopper = threading.get_ident()
+            try:
+                if self._running is not None:
                     self._clean = self._running.stop(self._shutdown_seconds, self._stop_now)
-                finally:
-                    self._running = self._stopper = None
+            finally:
+                self._running = self._stopper = None
             return self._clean
 
     def health(self) -> Health:
