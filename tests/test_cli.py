@@ -80,7 +80,7 @@ def write_module(directory: Path, name: str, source: str) -> None:
 
 
 APPLICATION = """
-import asyncio, os, threading
+import asyncio, contextlib, os, threading
 import tenacity
 from sqlalchemy import create_engine, text
 from enlist import HandlerRegistry, Worker
@@ -104,6 +104,14 @@ async def forever_async(session, job):
     await asyncio.to_thread(threading.Event().wait)
 
 worker = Worker(engine, handlers, shutdown_timeout=0.1, poll_interval=0.05)
+
+@contextlib.contextmanager
+def blocks():
+    print("in hand", flush=True)
+    threading.Event().wait()
+    yield
+
+never_starts = Worker(engine, handlers, lifespan=blocks)
 
 class shop:
     @staticmethod
@@ -447,6 +455,19 @@ def test_a_process_ends_though_a_handler_never_returns(
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=20)
     assert process.returncode == status
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_it_whatever_it_waits_for(application: str, start: Start) -> None:
+    process = start(f"{application}:never_starts")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "in hand\n"
+    process.send_signal(signal.SIGTERM)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert process.returncode == 1
 
 
 @pytest.mark.slow
