@@ -111,9 +111,9 @@ def blocks():
     threading.Event().wait()
     yield
 
-never_starts = Worker(engine, handlers, lifespan=blocks)
-
 class shop:
+    never_starts = Worker(engine, handlers, lifespan=blocks)
+
     @staticmethod
     def make_worker():
         return worker
@@ -459,7 +459,7 @@ def test_a_process_ends_though_a_handler_never_returns(
 
 @pytest.mark.slow
 def test_a_second_signal_ends_it_whatever_it_waits_for(application: str, start: Start) -> None:
-    process = start(f"{application}:never_starts")
+    process = start(f"{application}:shop.never_starts")
     assert process.stdout is not None
     assert process.stdout.readline() == "in hand\n"
     process.send_signal(signal.SIGTERM)
