@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final, TypeAlias, cast
 
 import psycopg
@@ -187,12 +187,25 @@ def _discard(session: Session, error: BaseException | None) -> None:
             _roll_back(guard)
         session.close()
     except BaseException:
-        session.invalidate()
+        with suppress(Exception):
+            session.invalidate()
+        if guard is not None:
+            _let_go(guard)
         if error is None:
             raise
     finally:
         if guard is not None:
             guard.forget()
+
+
+def _let_go(guard: Guard) -> None:
+    """Give up what a session holds on to that could not be closed."""
+    for connection, _ in guard.roots:
+        with suppress(Exception):
+            if not connection.closed and not connection.invalidated:
+                connection.invalidate()
+        with suppress(Exception):
+            connection.close()
 
 
 def _roll_back(guard: Guard) -> None:

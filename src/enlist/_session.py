@@ -324,8 +324,8 @@ def _refusing(connection: sa.Connection) -> Guard | None:
     return None if guard is None or guard.ours else guard
 
 
-# Each of these is on the class, once: a listener for each connection takes 18 us. And each rolls back first: SQLAlchemy
-# takes the transaction to be over, and would give the connection back in it.
+# Each of these is on the class, once: a listener for each connection takes 18 us. What refuses a commit rolls back
+# first: SQLAlchemy takes the transaction to be over then, and would give the connection back in it.
 
 
 @event.listens_for(sa.Engine, "commit")
@@ -337,12 +337,18 @@ def _refuse_commit(connection: sa.Connection) -> None:
 
 
 @event.listens_for(sa.Engine, "commit_twophase")
-@event.listens_for(sa.Engine, "prepare_twophase")
-def _refuse_commit_in_two_phases(connection: sa.Connection, xid: object, is_prepared: bool = False) -> None:
-    """Refuse the same, and ``prepare()``, of a session in two phases."""
+def _refuse_commit_in_two_phases(connection: sa.Connection, xid: object, is_prepared: bool) -> None:
+    """Refuse the same of a session in two phases."""
     if (guard := _refusing(connection)) is not None:
         connection.dialect.do_rollback_twophase(connection, xid, is_prepared)
         raise guard.refuse("commit() of the connection")
+
+
+@event.listens_for(sa.Engine, "prepare_twophase")
+def _refuse_prepare(connection: sa.Connection, _xid: object) -> None:
+    """Refuse the first of the two phases."""
+    if (guard := _refusing(connection)) is not None:
+        raise guard.refuse("prepare() of the connection")
 
 
 def _after_transaction_create(session: GuardedSession, _transaction: SessionTransaction) -> None:
