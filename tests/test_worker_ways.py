@@ -25,7 +25,7 @@ from enlist import (
     Snooze,
     Worker,
 )
-from enlist._session import _guards
+from enlist._guard import GUARDS
 from tests import shop
 from tests.shop import Effect
 from tests.support import Observer, wait_until
@@ -457,7 +457,7 @@ def test_nothing_is_kept_of_what_has_ended(way: Way, database_url: URL, jobs: Jo
     bind = way.bind(database_url)
     with running(worker(bind, handlers)):
         jobs.wait_all()
-        wait_until(lambda: not _guards)
+        wait_until(lambda: not GUARDS)
     dispose(bind)
 
 

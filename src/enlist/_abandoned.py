@@ -18,8 +18,9 @@ from enlist._runner import NO_COMMIT
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from enlist._guard import Guard
     from enlist._leases import Leases
-    from enlist._session import Guard, GuardedSession
+    from enlist._session import GuardedSession
 
 __all__ = ["AbandonedSessions", "cut"]
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from enlist._completer import Completer
     from enlist._database import Database
+    from enlist._guard import Guard
     from enlist._leases import Leases
-    from enlist._session import Guard
     from enlist._slots import Run
     from enlist.events import Events
 

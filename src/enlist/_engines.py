@@ -24,7 +24,8 @@ from sqlalchemy.orm import Session, scoped_session, sessionmaker
 from enlist._connecting import Connecting, drop_read_only, set_up
 from enlist._deriving import creator_of, derivable, handler_options, has_creator
 from enlist._driver import is_read_only, is_transaction_over, shown_url
-from enlist._session import Guard, GuardedSession, guarded
+from enlist._guard import Guard
+from enlist._session import GuardedSession, guarded
 from enlist.exceptions import ConfigurationError
 
 __all__ = [

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
     from sqlalchemy.orm import Session
 
-    from enlist._session import Guard, GuardedSession
+    from enlist._guard import Guard
+    from enlist._session import GuardedSession
     from enlist._slots import Run
 
 __all__ = ["close_member", "finish", "finish_group"]

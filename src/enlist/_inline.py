@@ -23,8 +23,8 @@ from enlist._attempt import call_async, call_plain, ending, failure, job_of, rer
 from enlist._completer import Settlement, parameters_of
 from enlist._driver import is_autocommit, is_transaction_over
 from enlist._finish import finish
+from enlist._guard import Guard
 from enlist._joined import discard, join, join_async
-from enlist._session import Guard
 from enlist._slots import Run
 from enlist._statements import NO_MARKS, ahead, keys, statements_for
 from enlist.exceptions import ConfigurationError, EnlistError, LeaseLost, SessionError

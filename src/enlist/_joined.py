@@ -9,7 +9,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
 from enlist._engines import HANDLERS_SESSION
-from enlist._session import Guard, GuardedSession, guarded
+from enlist._guard import Guard
+from enlist._session import GuardedSession, guarded
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncConnection

@@ -14,8 +14,9 @@ from enlist._attempt import call_async, call_plain, job_of
 from enlist._driver import brief
 from enlist._finish import close_member, finish, finish_group
 from enlist._groups import Group, GroupSizes
+from enlist._guard import Guard
 from enlist._log import Log
-from enlist._session import Guard, GuardedSession
+from enlist._session import GuardedSession
 from enlist._timeouts import Timeouts
 from enlist.events import EventName
 from enlist.exceptions import LeaseLost
