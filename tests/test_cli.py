@@ -427,7 +427,7 @@ def enqueue(engine: Engine, kind: str) -> None:
         JobRepository(notify=None).enqueue(session, kind, {})
 
 
-@pytest.mark.parametrize("target", ["worker", "shop.make_worker"])
+@pytest.mark.parametrize("target", ["worker", pytest.param("shop.make_worker", marks=pytest.mark.slow)])
 def test_a_worker_runs_jobs_until_sigterm(
     application: str, start: Start, engine: Engine, observer: Observer, target: str
 ) -> None:

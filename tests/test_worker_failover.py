@@ -94,7 +94,9 @@ class Name:
                 arguments.pop(name, None)
 
 
-@pytest.mark.parametrize("driver", ["sync", "psycopg", "asyncpg"])
+@pytest.mark.parametrize(
+    "driver", ["sync", pytest.param("psycopg", marks=pytest.mark.slow), pytest.param("asyncpg", marks=pytest.mark.slow)]
+)
 def test_connections_to_an_old_primary_are_dropped(
     driver: str, database_url: URL, jobs: Jobs, caplog: pytest.LogCaptureFixture
 ) -> None:

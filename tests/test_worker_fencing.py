@@ -207,7 +207,7 @@ def test_a_blocked_event_loop_loses_no_lease(engine: Engine, jobs: Jobs, observe
     assert runs == {1: 1}
 
 
-@pytest.mark.parametrize("kind", ["plain", "async"])
+@pytest.mark.parametrize("kind", ["plain", pytest.param("async", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("isolation", ["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"])
 def test_a_handler_longer_than_its_lease_completes_at_any_isolation_level(
     isolation: str, kind: str, database_url: URL, jobs: Jobs

@@ -384,7 +384,9 @@ def test_a_right_that_is_revoked_for_a_moment_loses_no_ending(
     assert runs == [1]
 
 
-@pytest.mark.parametrize("sqlstate", ["42501", "0A000", "55000", "57014", "40001"])
+@pytest.mark.parametrize(
+    "sqlstate", ["42501", *(pytest.param(s, marks=pytest.mark.slow) for s in ("0A000", "55000", "57014", "40001"))]
+)
 def test_an_ending_that_is_refused_for_a_while_holds_up_no_others(
     sqlstate: str, engine: Engine, jobs: Jobs, observer: Observer, caplog: pytest.LogCaptureFixture
 ) -> None:

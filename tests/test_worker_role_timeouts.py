@@ -83,7 +83,9 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[pytest.mark.slow] if n else []) for n, way in enumerate(WAYS)]
+)
 def test_a_plain_handler_that_idles_in_its_transaction_fails_and_is_tried_again(
     way: str, engine: Engine, jobs: Jobs, observer: Observer
 ) -> None:

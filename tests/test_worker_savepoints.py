@@ -139,7 +139,7 @@ BODIES = [
 
 
 @pytest.mark.parametrize("body", BODIES)
-@pytest.mark.parametrize("driver", [None, "asyncpg"], ids=["plain", "asyncpg"])
+@pytest.mark.parametrize("driver", [None, pytest.param("asyncpg", marks=pytest.mark.slow)], ids=["plain", "asyncpg"])
 def test_it_is_as_in_a_session_of_ones_own(
     driver: str | None, body: Any, engine: Engine, jobs: Jobs, observer: Observer
 ) -> None:

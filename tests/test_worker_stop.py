@@ -45,7 +45,7 @@ def effects() -> HandlerRegistry:
 # -- signals -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_lets_what_runs_end_and_claims_nothing_more(
     number: signal.Signals, database_url: URL, jobs: Jobs, observer: Observer
 ) -> None:
