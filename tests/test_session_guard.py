@@ -156,6 +156,7 @@ def test_ending_the_transaction_fails_the_attempt(name: str, engine: Engine, job
     assert jobs.effects(row["id"]) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ENDS)
 def test_writing_on_after_the_end_does_not_help(name: str, engine: Engine, jobs: Jobs, observer: Observer) -> None:
     """The worst case: a new transaction begins by itself, and its COMMIT would be answered with yes."""

@@ -266,6 +266,7 @@ def test_a_unit_of_work_has_its_documented_outcome_whatever_else_is_set(world: W
 
 
 # SQLAlchemy's own warning, by the session's rollback.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*transaction already deassociated from connection")
 @pytest.mark.parametrize("end", ["commit", "rollback"])
 @pytest.mark.parametrize("mode", MODES)
@@ -294,6 +295,7 @@ def test_a_session_that_outlives_the_transaction_it_joined_cannot_commit(
 # -- what cannot be ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("driver", DIMENSIONS["driver"])
 @pytest.mark.parametrize("join", JOINED)
 def test_a_two_phase_session_joins_no_transaction_and_loses_nothing_of_it(world: World, driver: str, join: str) -> None:

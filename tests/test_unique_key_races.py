@@ -472,7 +472,7 @@ def test_a_running_job_is_not_touched_by_its_twins_and_never_runs_twice_at_once(
         with Session(engine) as session:
             undone = repo.enqueue(session, Note(text="undone"), unique_key="k", unique_for=60)
             session.rollback()
-        assert jobs.row(first.id) == before
+        assert jobs.row(first.id) | {"locked_until": None} == before | {"locked_until": None}  # it may be renewed
         go_on.set()
         if outcome == "returns":
             jobs.wait(first.id)

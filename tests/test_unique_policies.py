@@ -442,6 +442,7 @@ IN_ONE_FLUSH: list[tuple[str, list[str], list[bool]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", IN_ONE_FLUSH, ids=[case[0] for case in IN_ONE_FLUSH])
 @pytest.mark.parametrize("one_flush", [True, False])
 @pytest.mark.parametrize("twin", [False, True])
