@@ -211,7 +211,7 @@ def test_a_job_that_is_given_back_is_released(engine: Engine, jobs: Jobs) -> Non
 
     @handlers.handler("asleep")
     async def asleep(session: AsyncSession, job: Job[Any]) -> None:
-        await asyncio.sleep(60)
+        await asyncio.Event().wait()
 
     job_id = jobs.add("asleep")
     with running(Worker(engine, handlers, poll_interval=0.05, shutdown_timeout=0.05, events=recorder)):

@@ -428,7 +428,7 @@ def test_what_an_outage_has_given_up_is_not_given_back_as_never_begun(server: Da
         attempts.append(job.attempt)
         if job.attempt == 1:
             try:
-                await asyncio.sleep(60)
+                await asyncio.Event().wait()
             finally:
                 await asyncio.sleep(1)  # it tidies up
                 ended.set()

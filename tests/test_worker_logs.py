@@ -188,7 +188,7 @@ def test_every_line_that_names_a_job_has_the_fields(
 
     @handlers.handler("asleep")
     async def asleep(session: AsyncSession, job: Job[Any]) -> None:
-        await asyncio.sleep(60)
+        await asyncio.Event().wait()
 
     @handlers.handler("conflicting", wait=LATER)
     def conflicting(session: Session, job: Job[Any]) -> None:
@@ -275,7 +275,7 @@ def _waiting_to_be_told(told: dict[str, float], free: threading.Event) -> Handle
         number = "first" if "async" not in told else "second"
         if number == "first":
             try:
-                await asyncio.sleep(60)
+                await asyncio.Event().wait()
             except asyncio.CancelledError:  # it is not even well-behaved
                 told["async"] = time.monotonic()
         session.add(Effect(job_id=job.id, worker=number))

@@ -114,14 +114,12 @@ def test_a_statement_that_the_server_does_not_end_is_cancelled(distant_database:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_transaction_whose_commit_gets_no_answer_ends(network: TcpProxy, distant_database: Database) -> None:
     network.freeze_at(b"COMMIT")
     with pytest.raises(OperationalError, match="no answer within 2 seconds"), distant_database.transaction() as made:
         made.execute(sa.text("SELECT 1"))
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_a_rollback_that_gets_no_answer_ends_too(network: TcpProxy, distant_database: Database) -> None:
     network.freeze_at(b"ROLLBACK")
