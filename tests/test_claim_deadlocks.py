@@ -19,6 +19,7 @@ from sqlalchemy import URL, create_engine
 from sqlalchemy.orm import Session
 
 from enlist import JobRecord, JobRepository, JobStatus, notifier
+from enlist._reaper import expired, reap
 from enlist._slots import Run
 from enlist._statements import statements_for
 from tests.support import Observer
@@ -122,8 +123,8 @@ class Everybody:
         return len(runs)
 
     def reap(self, claiming: Claiming, random: Random) -> int:
-        statements = claiming.database.statements
-        return len(claiming.database.execute(statements.reap, {"limit": random.randint(1, 50)}))
+        found = expired(claiming.database)
+        return len(reap(claiming.database, random.sample(found, random.randint(0, len(found)))))
 
     def disown(self, claiming: Claiming, random: Random) -> int:
         """Give back what one of the claimers has in the table, as after a claim whose answer was lost."""

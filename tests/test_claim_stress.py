@@ -26,6 +26,7 @@ from sqlalchemy import URL, create_engine
 from sqlalchemy.orm import Session
 
 from enlist import Cancel, HandlerRegistry, Job, JobStatus, Retry, Snooze, Worker
+from enlist._reaper import reap
 from enlist._slots import Run
 from tests.shop import Effect
 from tests.support import Observer, wait_until
@@ -769,7 +770,7 @@ def test_what_the_reaper_takes_back_keeps_its_place_in_an_ordered_key(database_u
     with Claiming(database_url, lease=0.01) as dying, Claiming(database_url, "alive") as claiming:
         assert taken_next(dying) == [first]
         observer.wait_for("SELECT locked_until < statement_timestamp() FROM enlist_job WHERE id = %s", first)
-        (row,) = claiming.database.execute(claiming.database.statements.reap, {"limit": 10})
+        (row,) = reap(claiming.database, [first])
         assert row.id == first
         runs = claiming.claim(dict.fromkeys(QUEUES, 5))
         assert [run.id for run in runs] == [first]

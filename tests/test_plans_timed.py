@@ -36,6 +36,7 @@ HOUSEKEEPING = [
     "renew",
     "complete",
     "settle",
+    "expired",
     "reap",
     "start",
     "states",

@@ -17,7 +17,7 @@ from sqlalchemy.pool import NullPool
 
 from enlist import HandlerRegistry, Job, JobRecord, JobRepository, Worker
 from enlist._database import Database
-from enlist._reaper import reap
+from enlist._reaper import Reaper, expired, reap
 from enlist._statements import statements_for
 from tests import shop
 from tests.shop import Effect
@@ -121,7 +121,7 @@ def test_a_reaper_takes_back_only_what_has_expired_at_that_moment(
 
         def run() -> None:
             start.wait(5)
-            reaped.extend(row.id for row in reap(database))
+            reaped.extend(row.id for row in reap(database, expired(database)))
 
         reapers = [threading.Thread(target=run) for _ in range(2)]
         for thread in reapers:
@@ -131,7 +131,7 @@ def test_a_reaper_takes_back_only_what_has_expired_at_that_moment(
         handler.commit()
         beating.commit()
     assert reaped == [stuck]
-    assert reap(database) == []
+    assert reap(database, expired(database)) == []
     row = jobs.row(stuck)
     assert (row["status"], row["attempt"], row["lost"], row["lease_token"]) == ("queued", 1, 1, 2)
     assert [entry["error"].startswith("worker lost: other") for entry in row["errors"]] == [True]
@@ -139,6 +139,26 @@ def test_a_reaper_takes_back_only_what_has_expired_at_that_moment(
     assert (jobs.row(finishing)["errors"], jobs.row(finishing)["lease_token"]) == ([], 1)
     assert (jobs.row(renewed)["status"], jobs.row(renewed)["lease_token"]) == ("running", 1)
     assert (jobs.row(again)["status"], jobs.row(again)["lease_token"]) == ("running", 3)
+
+
+def test_a_job_whose_row_was_locked_longer_than_its_lease_is_left_to_its_worker_for_a_moment(
+    engine: Engine, database_url: URL, jobs: Jobs, observer: Observer, statements: Any
+) -> None:
+    """It could not be renewed meanwhile; its transaction is rolled back, to be run again in the same attempt."""
+    renewed, dropped = _running(jobs, observer, 2, -1)
+    database = _database(database_url)
+    taken: list[Any] = []
+    reaper = Reaper(database, 60, lambda rows: taken.extend(row.id for row in rows))
+    with engine.connect() as handler:
+        handler.execute(sa.text("SELECT FROM enlist_job FOR NO KEY UPDATE"))
+        assert [reaper.step(), reaper.step()] == [60, 60]
+        handler.rollback()
+        assert reaper.step() < 2
+        database.execute(statements.renew, {"ids": [renewed], "tokens": [1], "lease": dt.timedelta(seconds=60)})
+        assert taken == []
+        assert reaper.step() == 60
+    assert taken == [dropped]
+    assert jobs.status(renewed) == "running"
 
 
 def test_an_old_token_changes_nothing(database_url: URL, jobs: Jobs, observer: Observer, statements: Any) -> None:
@@ -163,7 +183,7 @@ def test_an_old_token_changes_nothing(database_url: URL, jobs: Jobs, observer: O
 def test_a_job_claimed_but_not_started_gets_its_attempt_back(database_url: URL, jobs: Jobs, observer: Observer) -> None:
     (job_id,) = _running(jobs, observer, 1, -1)
     observer.execute("UPDATE enlist_job SET started_at = NULL")
-    reap(_database(database_url))
+    reap(_database(database_url), [job_id])
     row = jobs.row(job_id)
     assert (row["status"], row["attempt"], row["lost"], row["last_error"], row["errors"]) == ("queued", 0, 0, None, [])
 
@@ -171,7 +191,7 @@ def test_a_job_claimed_but_not_started_gets_its_attempt_back(database_url: URL, 
 def test_the_last_attempt_of_a_lost_worker_is_the_end(database_url: URL, jobs: Jobs, observer: Observer) -> None:
     (job_id,) = _running(jobs, observer, 1, -1)
     observer.execute("UPDATE enlist_job SET max_attempts = 1, unique_key = 'k', unique_held = true")
-    reap(_database(database_url))
+    reap(_database(database_url), [job_id])
     row = jobs.row(job_id)
     assert (row["status"], row["attempt"], row["lost"], row["unique_held"]) == ("dead", 1, 1, False)
     assert row["last_error"].startswith("worker lost: other let the lease run out at")

@@ -41,7 +41,7 @@ PREPARED: Final = "enlist: prepared since"
 NOT_OURS: Final = frozenset({"26000", "42P05", "0A000"})
 """There is no such prepared statement, or another's; or it returns something else since the table was changed."""
 
-SEARCHES: Final = ("claim", "claim_among", "claim_limited", "look", "notify_of_keys", "reap")
+SEARCHES: Final = ("claim", "claim_among", "claim_limited", "look", "notify_of_keys", "expired")
 """Statements that may read much: they get twice the time. What is always cut off never comes to an end."""
 
 

@@ -11,25 +11,35 @@ from enlist.events import EventName, Events
 from enlist.models import JobStatus
 
 if TYPE_CHECKING:
+    import uuid
     from collections.abc import Callable, Sequence
 
     import sqlalchemy as sa
 
     from enlist._database import Database
 
-__all__ = ["Reaper", "reap"]
+__all__ = ["Reaper", "expired", "reap"]
 
 logger = Log("enlist.worker")
 
+LOOK: Final = 5_000
 BATCH: Final = 500
 
+SECOND_LOOK_SECONDS: Final = 1.0
+"""In this time a worker renews a lease that it could not, since the handler's transaction had the row locked."""
 
-def reap(database: Database, limit: int = BATCH, *, worker: str = "") -> Sequence[sa.Row[Any]]:
-    """Take back at most ``limit`` jobs; rows as :attr:`Statements.reap` returns them.
+
+def expired(database: Database) -> list[uuid.UUID]:
+    """The jobs whose lease has ended, the oldest; not those whose row somebody has locked."""
+    return [row.id for row in database.execute(database.statements.expired, {"limit": LOOK})]
+
+
+def reap(database: Database, ids: Sequence[uuid.UUID], *, worker: str = "") -> Sequence[sa.Row[Any]]:
+    """Take back those jobs whose lease has ended; rows as :attr:`Statements.reap` returns them.
 
     :param worker: who does it, for the log.
     """
-    rows = database.execute(database.statements.reap, {"limit": limit})
+    rows = database.execute(database.statements.reap, {"ids": ids})
     for row in rows:
         dead = row.status is JobStatus.DEAD
         logger.log(
@@ -55,7 +65,10 @@ def reap(database: Database, limit: int = BATCH, *, worker: str = "") -> Sequenc
 
 
 class Reaper:
-    """Does so every ``interval`` seconds, on a thread. Every worker has one; they don't disturb each other."""
+    """Does so every ``interval`` seconds, on a thread. Every worker has one; they don't disturb each other.
+
+    A job is taken back that is found twice, some time apart.
+    """
 
     def __init__(
         self,
@@ -71,12 +84,17 @@ class Reaper:
         self._worker = worker
         self._interval = interval
         self._reaped = reaped
+        self._found: list[uuid.UUID] = []
+        """The jobs whose lease had ended at the last look."""
         self.loop = Loop("reaper", self.step, interval)
 
     def step(self) -> float:
-        rows = reap(self._database, worker=self._worker)
-        if rows:
-            self._reaped(rows)
-        for row in rows:
-            self._events.reaped(row)
-        return 0.0 if len(rows) == BATCH else self._interval
+        while batch := self._found[:BATCH]:
+            rows = reap(self._database, batch, worker=self._worker)
+            del self._found[:BATCH]
+            if rows:
+                self._reaped(rows)
+            for row in rows:
+                self._events.reaped(row)
+        self._found = expired(self._database)
+        return min(SECOND_LOOK_SECONDS, self._interval) if self._found else self._interval

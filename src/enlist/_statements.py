@@ -312,6 +312,11 @@ def statements_for(table: sa.Table) -> Statements:
 class Statements:
     """The statements of one job table. Each attribute says what it is for and what parameters it takes."""
 
+    forget = sa.text("DEALLOCATE ALL")
+    backend = sa.select(sa.func.pg_backend_pid())
+    isolation = sa.select(sa.func.current_setting(_word("default_transaction_isolation"), type_=sa.Text))
+    pause = sa.select(sa.func.pg_sleep(sa.bindparam("seconds", type_=sa.Double)))
+
     def __init__(self, table: sa.Table) -> None:
         self.table = table
         # Without the application's columns: SQLAlchemy would set one that is named as a parameter of an UPDATE.
@@ -344,6 +349,7 @@ class Statements:
         self.states = self._states()
         self.complete = self._complete()
         self.settle = self._settle()
+        self.expired = self._expired()
         self.reap = self._reap()
         self.fate = self._fate()
         self.summary = self._summary()
@@ -360,10 +366,6 @@ class Statements:
         self.notify_of_keys = self._notify_of_keys()
         self.notify_cancelled = self._notify_cancelled()
         self.limit_lock = _set_local("lock_timeout", "limit")
-        self.forget = sa.text("DEALLOCATE ALL")
-        self.backend = sa.select(sa.func.pg_backend_pid())
-        self.isolation = sa.select(sa.func.current_setting(_word("default_transaction_isolation"), type_=sa.Text))
-        self.pause = sa.select(sa.func.pg_sleep(sa.bindparam("seconds", type_=sa.Double)))
 
     # -- producer ----------------------------------------------------------------------------------------------
 
@@ -1437,8 +1439,24 @@ class Statements:
             .returning(c.id)
         )
 
+    def _expired(self) -> sa.Executable:
+        """Find the jobs whose lease has ended and whose row nobody has locked: at most ``limit`` ids.
+
+        To be looked at again a moment later, with ``reap``. A handler's transaction that has its row locked may last
+        longer than the lease, which cannot be renewed meanwhile; when it is rolled back, its worker renews at once.
+        The lock is the weakest that such a transaction's excludes.
+        """
+        job = self.own.alias("job")
+        return (
+            sa.select(job.c.id)
+            .where(_status("job", "running"), job.c.locked_until < _NOW)
+            .order_by(job.c.locked_until)
+            .limit(sa.bindparam("limit", type_=sa.Integer))
+            .with_for_update(read=True, skip_locked=True)
+        )
+
     def _reap(self) -> sa.Executable:
-        """Take back the jobs whose lease has ended: at most ``limit``.
+        """Take back those of ``ids`` whose lease has ended.
 
         Judged and updated in one statement, under the row's lock: a job that finished, was renewed or claimed
         again in between is not touched, and two reapers never take the same one. A job whose handler never
@@ -1449,11 +1467,10 @@ class Statements:
         expired = (
             sa.select(job.c.id, job.c.locked_by)
             .where(
+                job.c.id == _any_of("ids", sa.Uuid),
                 _status("job", "running"),
                 job.c.locked_until < _NOW,
             )
-            .order_by(job.c.locked_until)
-            .limit(sa.bindparam("limit", type_=sa.Integer))
             .with_for_update(key_share=True, skip_locked=True)
             .cte("expired")
             .prefix_with("MATERIALIZED")

@@ -23,7 +23,7 @@ from enlist._completer import Completer
 from enlist._database import Database
 from enlist._engines import housekeeping_engine
 from enlist._leases import Heartbeat, Leases
-from enlist._reaper import reap
+from enlist._reaper import expired
 from enlist._slots import Demand, Slots
 from enlist.bench._index_facts import (
     CLAIM_BATCH,
@@ -200,7 +200,7 @@ class _Bench:
             last = time.monotonic()
             with self._phase("renew"):
                 heartbeat.beat()
-            reap(self.database)
+            expired(self.database)
             with self._phase("complete"):
                 for run in runs:
                     completer.complete(run)

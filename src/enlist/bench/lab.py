@@ -19,7 +19,7 @@ from sqlalchemy.orm import Session
 
 from enlist._cli_database import connecting, engine_for
 from enlist._database import Database
-from enlist._reaper import reap
+from enlist._reaper import expired, reap
 from enlist.bench import victim
 from enlist.demo.scratch import scratch
 from enlist.exceptions import EnlistError
@@ -219,7 +219,7 @@ def _dying_worker(engine: sa.Engine, url: sa.URL) -> tuple[int, int, int]:
         handle = JobRepository(notify=None).enqueue(session, victim.KIND, {}, queue=victim.QUEUE)
     _let_it_die(url)
     database = Database(engine, JobRecord)
-    before = len(reap(database))
+    before = len(reap(database, expired(database)))
     lease_over = sa.select(JobRecord.locked_until < sa.func.clock_timestamp()).where(JobRecord.id == handle.id)
     deadline = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < deadline:
@@ -227,7 +227,7 @@ def _dying_worker(engine: sa.Engine, url: sa.URL) -> tuple[int, int, int]:
             if connection.scalar(lease_over):
                 break
         time.sleep(0.01)
-    after = len(reap(database))
+    after = len(reap(database, expired(database)))
     worker = Worker(engine, handlers, queues={victim.QUEUE: 1})
     worker.drain(timeout=PATIENCE_SECONDS)
     return before, after, attempts[0] if attempts else 0
