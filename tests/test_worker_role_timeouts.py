@@ -197,7 +197,7 @@ def test_all_day_long_under_such_limits(engine: Engine, jobs: Jobs, observer: Ob
 LOOPS = {
     "claim": ("first_look AS", "claim"),
     "heartbeat": ("SET locked_until=.statement_timestamp", "heartbeat"),
-    "reaper": ("WITH expired AS", "reaper"),
+    "reaper": ("FOR SHARE SKIP LOCKED", "reaper"),
     "completion": ("WITH mine .*concurrency_slot=", "completion"),
     "waking": (r"SELECT pg_notify\(%\(pg_notify_\d\)s::VARCHAR, %\(queue\)s", "waking of others"),
     "test": ("pg_notify.*unnest", "test of LISTEN"),
