@@ -39,7 +39,7 @@ def limit(observer: Observer, **settings: str) -> None:
     """Set them for all connections to the test's database from now on."""
     database = observer.scalar("SELECT current_database()")
     if observer.connection.info.server_version >= 170000:
-        settings.setdefault("transaction_timeout", "1s")
+        settings.setdefault("transaction_timeout", "3s")
     for name, value in settings.items():
         statement = sql.SQL("ALTER DATABASE {} SET {} = {}")
         observer.connection.execute(
