@@ -305,6 +305,8 @@ def test_a_server_that_is_down_is_asked_seldom(private_server: EmbeddedServer) -
             observer.wait_for("SELECT count(*) > %s FROM enlist_job WHERE status = 'done'", done, timeout=5)
             jobs.wait_all(timeout=20)
             assert jobs.effects_by_job() == dict.fromkeys(ids, 1)
+            # Those that waited for a slot have lost no attempt by it.
+            assert observer.scalar("SELECT count(*) FROM enlist_job WHERE attempt > 1") <= 6
     engine.dispose()
 
 

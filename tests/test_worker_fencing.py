@@ -213,12 +213,12 @@ def test_a_blocked_event_loop_loses_no_lease(engine: Engine, jobs: Jobs, observe
         go.wait(20)
 
     job_id = jobs.add("blocking")
-    others = [Worker(engine, handlers, lease=0.5, poll_interval=0.05) for _ in range(2)]
+    others = [Worker(engine, handlers, lease=0.9, poll_interval=0.05) for _ in range(2)]
     with running(*others):
         try:
             observer.wait_for("SELECT count(*) = 1 FROM enlist_job WHERE status = 'running'")
             until = jobs.row(job_id)["locked_until"]
-            # Renewed until two more leases would have ended.
+            # Renewed until another lease would have ended.
             observer.wait_for("SELECT locked_until > %s FROM enlist_job", until + dt.timedelta(seconds=1))
         finally:
             go.set()
@@ -240,17 +240,17 @@ def test_a_handler_longer_than_its_lease_completes_at_any_isolation_level(
     def plain(session: Session, job: Job[Any]) -> None:
         session.add(Effect(job_id=job.id, worker=str(session.scalar(sa.text("SHOW transaction_isolation")))))
         session.flush()
-        session.execute(sa.text("SELECT pg_sleep(0.9)"))
+        session.execute(sa.text("SELECT pg_sleep(1.5)"))
 
     @handlers.handler("async", wait=tenacity.wait_fixed(600))
     async def asynchronous(session: AsyncSession, job: Job[Any]) -> None:
         level = await session.scalar(sa.text("SHOW transaction_isolation"))
         session.add(Effect(job_id=job.id, worker=str(level)))
         await session.flush()
-        await session.execute(sa.text("SELECT pg_sleep(0.9)"))
+        await session.execute(sa.text("SELECT pg_sleep(1.5)"))
 
     job_id = jobs.add(kind)
-    workers = [Worker(engine, handlers, lease=0.5, poll_interval=0.05) for _ in range(2)]
+    workers = [Worker(engine, handlers, lease=0.9, poll_interval=0.05) for _ in range(2)]
     with running(*workers):
         row = jobs.wait(job_id)
     engine.dispose()

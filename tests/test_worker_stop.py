@@ -49,14 +49,14 @@ def effects() -> HandlerRegistry:
 def test_a_signal_lets_what_runs_end_and_claims_nothing_more(
     number: signal.Signals, database_url: URL, jobs: Jobs, observer: Observer
 ) -> None:
-    with WorkerProcess(database_url, lease=0.5, queues={"default": 1}) as process:
+    with WorkerProcess(database_url, lease=1.2, queues={"default": 1}) as process:
         job_id = jobs.add("holding")
         process.expect("run holding")
         waiting = jobs.add_many("healthy", 5)
         process.send(number)
         wait_until(lambda: "no more claims" in process.log())
         # Its lease is renewed during the drain: past two that would have ended.
-        until = jobs.row(job_id)["locked_until"] + dt.timedelta(seconds=0.6)
+        until = jobs.row(job_id)["locked_until"] + dt.timedelta(seconds=1.3)
         observer.wait_for("SELECT locked_until > %s FROM enlist_job WHERE id = %s", until, job_id)
         process.say("go")
         assert process.wait() == 0

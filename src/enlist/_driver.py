@@ -15,6 +15,7 @@ __all__ = [
     "brief",
     "constraint_name",
     "is_autocommit",
+    "is_disconnect",
     "is_known_autocommit",
     "is_outage",
     "is_read_only",
@@ -110,6 +111,15 @@ def is_read_only(error: BaseException) -> bool:
 
 OUTAGES: Final = ("08", "28", "53", "57P")
 """How the SQLSTATEs begin of what passes: connections, authorization, resources, a server that starts or stops."""
+
+
+def is_disconnect(error: BaseException) -> bool:
+    """Whether a connection was lost or could not be made."""
+    if not isinstance(error, sa.exc.DBAPIError):
+        return False
+    # psycopg's have no code while a connection is being made.
+    never_made = isinstance(error, sa.exc.OperationalError) and sqlstate(error) is None
+    return error.connection_invalidated or never_made or (sqlstate(error) or "").startswith(OUTAGES)
 
 
 def is_outage(error: BaseException) -> bool:
