@@ -142,23 +142,41 @@ def test_a_reaper_takes_back_only_what_has_expired_at_that_moment(
 
 
 def test_a_job_whose_row_was_locked_longer_than_its_lease_is_left_to_its_worker_for_a_moment(
-    engine: Engine, database_url: URL, jobs: Jobs, observer: Observer, statements: Any
+    engine: Engine, database_url: URL, jobs: Jobs, observer: Observer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It could not be renewed meanwhile; its transaction is rolled back, to be run again in the same attempt."""
     renewed, dropped = _running(jobs, observer, 2, -1)
     database = _database(database_url)
     taken: list[Any] = []
     reaper = Reaper(database, 60, lambda rows: taken.extend(row.id for row in rows))
+
+    def pause(seconds: float) -> bool:
+        """Have the one renewed between the two looks; nobody does so for the other."""
+        lease = dt.timedelta(seconds=60)
+        database.execute(database.statements.renew, {"ids": [renewed], "tokens": [1], "lease": lease})
+        return True
+
+    monkeypatch.setattr(reaper.loop, "pause", pause)
     with engine.connect() as handler:
         handler.execute(sa.text("SELECT FROM enlist_job FOR NO KEY UPDATE"))
-        assert [reaper.step(), reaper.step()] == [60, 60]
-        handler.rollback()
-        assert reaper.step() < 2
-        database.execute(statements.renew, {"ids": [renewed], "tokens": [1], "lease": dt.timedelta(seconds=60)})
+        reaper.step()
         assert taken == []
-        assert reaper.step() == 60
+        handler.rollback()
+        reaper.step()
     assert taken == [dropped]
     assert jobs.status(renewed) == "running"
+
+
+def test_a_drain_takes_back_what_a_dead_worker_had(engine: Engine, jobs: Jobs, observer: Observer) -> None:
+    (job_id,) = _running(jobs, observer, 1, -1)
+    handlers = HandlerRegistry()
+
+    @handlers.handler("work")
+    def work(session: Session, job: Job[Any]) -> None:
+        session.add(Effect(job_id=job.id, attempt=job.attempt))
+
+    Worker(engine, handlers).drain(timeout=10)
+    assert (jobs.status(job_id), jobs.effects_by_job()) == ("done", {job_id: 1})
 
 
 def test_an_old_token_changes_nothing(database_url: URL, jobs: Jobs, observer: Observer, statements: Any) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import sqlalchemy as sa
 
 from enlist._completer import Settlement
-from enlist._driver import sqlstate
+from enlist._driver import is_never_connected, sqlstate
 from enlist._log import Log
 from enlist._options import as_timedelta
 from enlist.events import EventName
@@ -163,8 +163,10 @@ def reruns(error: BaseException) -> int:
         return 0
     if sqlstate(error) in CONFLICTS:
         return RERUNS
-    # Once: the pool gave out a connection that had died in it, or the server was restarted.
-    return 1 if error.connection_invalidated and sqlstate(error) != IDLE_IN_TRANSACTION else 0
+    # Once: the pool gave out a connection that had died in it, or the server was restarted. It runs when the server is
+    # back, since whether the job is still ours is asked before.
+    disconnected = error.connection_invalidated or is_never_connected(error)
+    return 1 if disconnected and sqlstate(error) != IDLE_IN_TRANSACTION else 0
 
 
 def ending(run: Run, error: BaseException) -> Settlement:

@@ -112,7 +112,8 @@ class Claimer:
         """Whether a claim may have been carried out whose answer is lost."""
         self.drained = threading.Event()
         """Set when a claim found nothing while nothing was running."""
-        self.all_recorded: Callable[[], bool] = lambda: True
+        self.all_known: Callable[[], bool] = lambda: True
+        """Whether no job is about to be queued again: by its ending here, or since its worker died."""
 
     def wake(self) -> None:
         """Claim now."""
@@ -146,7 +147,7 @@ class Claimer:
         if not demands:
             self._leave_to_others(came, freed)
             return self._next_wait()
-        nothing_ran = self.slots.idle and self.all_recorded()
+        nothing_ran = self.slots.idle and self.all_known()
         self._left.clear()
         try:
             runs = self.claim(demands)

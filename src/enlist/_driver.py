@@ -15,8 +15,8 @@ __all__ = [
     "brief",
     "constraint_name",
     "is_autocommit",
-    "is_disconnect",
     "is_known_autocommit",
+    "is_never_connected",
     "is_outage",
     "is_read_only",
     "is_transaction_failed",
@@ -113,13 +113,9 @@ OUTAGES: Final = ("08", "28", "53", "57P")
 """How the SQLSTATEs begin of what passes: connections, authorization, resources, a server that starts or stops."""
 
 
-def is_disconnect(error: BaseException) -> bool:
-    """Whether a connection was lost or could not be made."""
-    if not isinstance(error, sa.exc.DBAPIError):
-        return False
-    # psycopg's have no code while a connection is being made.
-    never_made = isinstance(error, sa.exc.OperationalError) and sqlstate(error) is None
-    return error.connection_invalidated or never_made or (sqlstate(error) or "").startswith(OUTAGES)
+def is_never_connected(error: sa.exc.DBAPIError) -> bool:
+    """Whether an error is that a connection could not be made. psycopg's has no code then, and no statement."""
+    return isinstance(error, sa.exc.OperationalError) and error.statement is None and sqlstate(error) is None
 
 
 def is_outage(error: BaseException) -> bool:

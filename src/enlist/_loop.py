@@ -83,6 +83,10 @@ class Loop:
         """Have the next step done now; after an error, when its back-off is over."""
         self._woken.set()
 
+    def pause(self, seconds: float) -> bool:
+        """Wait within a step; return whether it is to be gone on with, since the loop was not stopped meanwhile."""
+        return not self._stop.wait(seconds)
+
     def stop(self, timeout: float | None = None) -> bool:
         """End the loop after the step under way; return whether its thread has ended."""
         self._stop.set()

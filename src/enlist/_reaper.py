@@ -25,7 +25,7 @@ logger = Log("enlist.worker")
 LOOK: Final = 5_000
 BATCH: Final = 500
 
-SECOND_LOOK_SECONDS: Final = 1.0
+SECOND_LOOK_SECONDS: Final = 0.5
 """In this time a worker renews a lease that it could not, since the handler's transaction had the row locked."""
 
 
@@ -67,7 +67,7 @@ def reap(database: Database, ids: Sequence[uuid.UUID], *, worker: str = "") -> S
 class Reaper:
     """Does so every ``interval`` seconds, on a thread. Every worker has one; they don't disturb each other.
 
-    A job is taken back that is found twice, some time apart.
+    A job is taken back that is found twice, half a second apart, within one step.
     """
 
     def __init__(
@@ -84,17 +84,27 @@ class Reaper:
         self._worker = worker
         self._interval = interval
         self._reaped = reaped
-        self._found: list[uuid.UUID] = []
-        """The jobs whose lease had ended at the last look."""
+        self.looked = False
+        """Whether it has looked, and is not about to take back what it has found."""
         self.loop = Loop("reaper", self.step, interval)
 
     def step(self) -> float:
-        while batch := self._found[:BATCH]:
-            rows = reap(self._database, batch, worker=self._worker)
-            del self._found[:BATCH]
+        try:
+            return self._step()
+        finally:
+            self.looked = True
+
+    def _step(self) -> float:
+        found = expired(self._database)
+        self.looked = not found
+        if not found or not self.loop.pause(SECOND_LOOK_SECONDS):
+            return self._interval
+        taken = 0
+        for start in range(0, len(found), BATCH):
+            rows = reap(self._database, found[start : start + BATCH], worker=self._worker)
+            taken += len(rows)
             if rows:
                 self._reaped(rows)
             for row in rows:
                 self._events.reaped(row)
-        self._found = expired(self._database)
-        return min(SECOND_LOOK_SECONDS, self._interval) if self._found else self._interval
+        return 0.0 if len(found) == LOOK and taken else self._interval

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 import sqlalchemy as sa
 
 from enlist._attempt import call_async, call_plain, job_of
-from enlist._driver import brief, is_disconnect
+from enlist._driver import brief
 from enlist._finish import close_member, finish, finish_group
 from enlist._groups import Group, GroupSizes
 from enlist._guard import Guard
@@ -331,10 +331,6 @@ class Runner:
 
     def _raised(self, run: Run, guard: Guard, error: BaseException, rerun: int) -> float | None:
         self._sizes.failed(run.handler)
-        if is_disconnect(error):
-            # The server may be away: those that wait for a slot would fail as well, one after the other.
-            for waiting in self.slots.take_back(0):
-                self._endings.release(waiting)
         return self._endings.raised(run, guard, error, rerun)
 
     def _group_succeeded(self, group: Group, committed: bool) -> None:

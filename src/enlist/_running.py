@@ -87,7 +87,7 @@ class Running:
             rate_limits=worker.rate_limits,
         )
         self.completer = Completer(self.database, self.leases, self.claimer.due_in, self.claimer.wake, self.events)
-        self.claimer.all_recorded = lambda: self.completer.empty
+        self.claimer.all_known = lambda: self.completer.empty and self.reaper.looked
         plain = any(not handler.is_async for handler in worker.handlers)
         self.executor = Executor(
             self.database,

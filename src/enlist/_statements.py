@@ -1283,7 +1283,7 @@ class Statements:
         """Renew leases for ``lease``: ``ids`` and ``tokens``, aligned. Returns the jobs with their tokens as they are.
 
         A row that somebody has locked is left as it is, and is ours while its token is: it is our own finish, or a
-        reaper about to change the token, which the fence will notice.
+        reaper that looks at it or is about to change the token, which the fence will notice.
         """
         c = self.own.c
         mine = self._lock(self._held(), skip_locked=True)
