@@ -287,7 +287,7 @@ def test_after_a_failure_they_run_by_themselves_for_a_while(
     ids = jobs.add_many("small", 300)
     bind = way.bind(database_url)
     with running(worker(bind, handlers)):
-        observer.wait_for("SELECT count(*) = 299 FROM enlist_job WHERE status = 'done'")
+        observer.wait_for("SELECT count(*) = 299 FROM enlist_job WHERE status = 'done'", timeout=30)
     dispose(bind)
     assert len(set(bad)) == 1
     row = jobs.row(bad[0])

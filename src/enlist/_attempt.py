@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from enlist._slots import Run
 
-__all__ = ["call_async", "call_plain", "ending", "failure", "job_of", "reruns", "timed_out"]
+__all__ = ["CONFLICTS", "call_async", "call_plain", "ending", "failure", "job_of", "reruns", "timed_out"]
 
 logger = Log("enlist.worker")
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final
 
 import sqlalchemy as sa
 
-from enlist._attempt import ending, failure, reruns, timed_out
-from enlist._driver import brief, trace
+from enlist._attempt import CONFLICTS, ending, failure, reruns, timed_out
+from enlist._driver import brief, sqlstate, trace
 from enlist._log import Log
 from enlist.events import EventName
 from enlist.exceptions import LeaseLost
@@ -34,6 +34,7 @@ __all__ = ["Endings"]
 logger = Log("enlist.worker")
 
 LONGEST_RERUN_WAIT: Final = 0.1
+"""Seconds at most before the first time that a handler is run again after a conflict, so as not to meet it again."""
 
 FATE_LOOKUPS: Final = 2
 """How many look-ups of what became of a COMMIT may be under way at once."""
@@ -101,6 +102,8 @@ class Endings:
             return None
         if again:
             logger.info("%s is run again in the same attempt: %s", run, brief(error), extra=run.extra())
+            if sqlstate(error) not in CONFLICTS:
+                return 0.0
             return random.uniform(0, LONGEST_RERUN_WAIT * 2**rerun)  # noqa: S311
         self._completer.settle(ending(run, error))
         return None
