@@ -45,7 +45,7 @@ def test_the_limits_and_the_order_of_keys_hold_while_workers_die() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_jobs_that_share_a_transaction_share_its_fate() -> None:
-    report = run(Settings(seconds=20, workers=4, seed=4, ways=["grouped", "async_grouped"], restart_every=8, pace=2))
+    report = run(Settings(seconds=10, workers=4, seed=4, ways=["grouped", "async_grouped"], restart_every=8, pace=2))
     check(report)
     assert report.met["jobs committed with others"] > 0, str(report)
 

@@ -161,8 +161,12 @@ def test_what_comes_while_all_slots_are_busy_starts_when_one_is_free(
 
 
 @pytest.mark.slow
-def test_what_waits_behind_a_slow_job_is_given_to_others(engine: Engine, jobs: Jobs, observer: Observer) -> None:
+def test_what_waits_behind_a_slow_job_is_given_to_others(
+    engine: Engine, jobs: Jobs, observer: Observer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Prefetched behind quick jobs, stuck behind a slow one: given back within a second, though nobody polls."""
+    monkeypatch.setattr("enlist._slots.PREFETCH_SECONDS", 2.0)  # whatever quick is on this machine
+    monkeypatch.setattr("enlist._slots.PREFETCH_LIMIT_SECONDS", 1.0)
     handlers = effects()
     inside, go = threading.Event(), threading.Event()
 
