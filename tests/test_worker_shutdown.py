@@ -282,7 +282,7 @@ def test_a_stop_ends_a_second_after_its_time_whatever_handlers_do(make: Any, eng
         assert inside.wait(5)
         asked = time.monotonic()
         assert not worker.stop()
-        assert time.monotonic() - asked < 0.5 + 1 + 1  # on a busy machine
+        assert time.monotonic() - asked < 0.5 + 1 + 4  # on a busy machine
     finally:
         go.set()
 
@@ -302,4 +302,4 @@ def test_a_process_with_threads_that_are_stuck_after_their_timeout_is_gone_in_ti
         process.terminate()
         asked = time.monotonic()
         assert process.wait() == 1
-        assert time.monotonic() - asked < 1 + 1 + 2  # on a busy machine
+        assert time.monotonic() - asked < 1 + 1 + 5  # on a busy machine
