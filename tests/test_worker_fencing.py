@@ -150,18 +150,23 @@ def test_a_job_whose_row_was_locked_longer_than_its_lease_is_left_to_its_worker_
     taken: list[Any] = []
     reaper = Reaper(database, 60, lambda rows: taken.extend(row.id for row in rows))
 
-    def pause(seconds: float) -> bool:
-        """Have the one renewed between the two looks; nobody does so for the other."""
-        lease = dt.timedelta(seconds=60)
-        database.execute(database.statements.renew, {"ids": [renewed], "tokens": [1], "lease": lease})
-        return True
-
-    monkeypatch.setattr(reaper.loop, "pause", pause)
     with engine.connect() as handler:
         handler.execute(sa.text("SELECT FROM enlist_job FOR NO KEY UPDATE"))
-        reaper.step()
+
+        def between_the_looks(_seconds: float) -> bool:
+            """Have the one renewed when both have been rolled back; nobody does so for the other."""
+            handler.rollback()
+            if rolled_back:
+                lease = dt.timedelta(seconds=60)
+                database.execute(database.statements.renew, {"ids": [renewed], "tokens": [1], "lease": lease})
+            return True
+
+        monkeypatch.setattr(reaper.loop, "pause", between_the_looks)
+        rolled_back = False
+        reaper.step()  # a look that took locked rows for expired would find them free at the second
         assert taken == []
         handler.rollback()
+        rolled_back = True
         reaper.step()
     assert taken == [dropped]
     assert jobs.status(renewed) == "running"

@@ -174,6 +174,7 @@ STATEMENTS: dict[str, tuple[bytes, str, dict[str, Any]]] = {
     "claim of keys": (b"WITH placed AS", "away", KEYED),
     "completion": (b"concurrency_slot=$", "away", {}),
     "failure": (b"ordered.delay", "failing", {}),
+    "look of the reaper": (b"FOR SHARE SKIP LOCKED", "away", {}),
     "reaper": (b"WITH expired AS", "away", {"status": "running", "attempt": 1, "locked_until": "2000-01-01 00:00+00"}),
     "start of a careful job": (b"SET started_at=", "away", {"lost": 1}),
 }

@@ -194,7 +194,8 @@ def test_all_day_long_under_such_limits(engine: Engine, jobs: Jobs, observer: Ob
 LOOPS = {
     "claim": ("first_look AS", "claim"),
     "heartbeat": ("SET locked_until=.statement_timestamp", "heartbeat"),
-    "reaper": ("FOR SHARE SKIP LOCKED", "reaper"),
+    "look of the reaper": ("FOR SHARE SKIP LOCKED", "reaper"),
+    "reaper": ("WITH expired AS", "reaper"),
     "completion": ("WITH mine .*concurrency_slot=", "completion"),
     "waking": (r"SELECT pg_notify\(%\(pg_notify_\d\)s::VARCHAR, %\(queue\)s", "waking of others"),
     "test": ("pg_notify.*unnest", "test of LISTEN"),
@@ -242,7 +243,9 @@ def test_each_loop_runs_again_within_two_intervals_after_an_error(
         worker = Worker(engine, handlers, lease=3 * interval, poll_interval=interval, reaper_interval=interval)
         with running(worker):
             expired: dict[str, Any] = {"status": "running", "attempt": 1, "locked_until": "2000-01-01 00:00+00"}
-            job_id = jobs.add("away", **(expired if loop == "waking" else {}))  # the reaper wakes others for it
+            job_id = jobs.add(
+                "away", **(expired if loop in {"reaper", "waking"} else {})
+            )  # the reaper wakes others for it
             if loop == "completion":
                 release.set()
             wait_until(lambda: len(times) >= 2, 10)
