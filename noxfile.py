@@ -88,6 +88,15 @@ def chaos(session: nox.Session) -> None:
 
 
 @nox.session
+def peers(session: nox.Session) -> None:
+    """Measure enlist beside other job queues, on one server: 25 minutes; see tests/peers for options."""
+    session.install("-e", ".[demo,pool]")
+    # Without dependencies: one of them asks for a tenacity older than enlist's, and works with the newer one.
+    session.install("--no-deps", "-r", "tests/peers/requirements.txt")
+    session.run("python", "-m", "tests.peers", *session.posargs)
+
+
+@nox.session
 def slow(session: nox.Session) -> None:
     """Run the tests that take long (marker `slow`): 10 to 15 minutes."""
     session.install("-e", ".[test]")

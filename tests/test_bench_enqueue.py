@@ -53,11 +53,16 @@ def test_a_schema_that_is_there_is_left_alone(database_url: URL, observer: Obser
 
 def test_the_facts_as_text_and_json() -> None:
     assert FACTS.as_text().splitlines() == [
-        "1 domain row + 1 job + commit: 1,100 us, with rows by hand 1,000 us: 1.10 times (goal: at most 1.25)",
-        "1 domain row + 10 jobs + commit: 900 us, with rows by hand 1,000 us: 0.90 times (goal: at most 1.05)",
-        "enqueue_many(100,000) + commit: 111,111 jobs/s (goal: at least 100,000)",
-        "  5.0 us a job to enqueue, 4.0 us to write and commit",
-        "1,000,000 jobs in one session: memory grew by 1.5 MB",
+        "What jobs cost their producer: the median of 3.",
+        "",
+        "microseconds a transaction           enlist  rows by hand  ratio  at most",
+        "1 job, a row of yours, the commit     1,100         1,000   1.10     1.25",
+        "10 jobs, a row of yours, the commit     900         1,000   0.90     1.05",
+        "",
+        "in bulk                               jobs/s  us to enqueue  us to write  at least",
+        "enqueue_many of 100,000, the commit  111,111            5.0          4.0   100,000",
+        "",
+        "While one session enqueued 1,000,000 jobs, memory grew by 1.5 MB.",
         "PostgreSQL 18.6, fsync on",
     ]
     found = json.loads(FACTS.as_json())

@@ -43,17 +43,22 @@ def test_a_schema_that_is_there_is_left_alone(database_url: URL, observer: Obser
 
 def test_the_facts_as_text_and_json() -> None:
     assert RIGHT.as_text().splitlines() == [
-        "1,000 jobs of 2 ms on 8 slots, one fails 2 times:",
-        "  done=1000",
-        "  distinct jobs run: 1000",
-        "  run more than once: 1 (3 times)",
-        "a worker is killed while it holds a job:",
-        "  reaped 0 before its lease ends, then 1",
-        "  run again as attempt 2",
+        "1,000 jobs of 2 ms on 8 slots, one fails 2 times.",
+        "A worker is killed while it holds another job.",
+        "",
+        "                                            found  must be",
+        "jobs done                                   1,000    1,000",
+        "distinct jobs run                           1,000    1,000",
+        "jobs run more than once                         1        1",
+        "most runs of a job                              3        3",
+        "reaped before the dead worker's lease ends      0        0",
+        "reaped after that                               1        1",
+        "run again as attempt                            2        2",
+        "",
         "seconds for the 1,000: 0.400 (ideal 0.25)",
         "  the median of 3, 0.300 to 0.500",
         "PostgreSQL 18.6, fsync on",
-        "all as it should be",
+        "done=1000, all as it should be",
     ]
     found = json.loads(RIGHT.as_json())
     assert (found["done"], found["seconds"], found["right"]) == (1000, 0.4, True)

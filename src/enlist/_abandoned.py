@@ -83,7 +83,7 @@ def cut(guard: Guard) -> bool:
     May be called from any thread.
     """
     done = False
-    for connection, _ in guard.roots.copy():
+    for connection, _ in guard.roots:
         if connection.closed or connection.invalidated:
             continue
         with contextlib.suppress(SQLAlchemyError, psycopg.Error, OSError):  # closed meanwhile

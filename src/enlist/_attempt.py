@@ -6,28 +6,25 @@ import asyncio
 import contextvars
 import datetime as dt
 import inspect
-import json
 import os
 import time
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import sqlalchemy as sa
 
 from enlist._completer import Settlement
 from enlist._driver import is_never_connected, sqlstate
+from enlist._encoding import parse_stored
 from enlist._log import Log
 from enlist._options import as_timedelta
 from enlist.events import EventName
-from enlist.exceptions import HandlerError, HandlerTimeout, PayloadError, PayloadMismatch
+from enlist.exceptions import HandlerError, HandlerTimeout, PayloadMismatch
 from enlist.job import Cancel, Job, Retry, Snooze
 from enlist.models import JobStatus
-from enlist.payload import decode
+from enlist.payload import decode_text
 from enlist.retry import describe, error_entry, storable, summarize, wait_after
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from enlist._slots import Run
 
 __all__ = ["CONFLICTS", "call_async", "call_plain", "ending", "failure", "job_of", "reruns", "timed_out"]
@@ -65,9 +62,12 @@ def job_of(run: Run, resources: Any) -> Job[Any]:
     :raises PayloadError: what is stored cannot be read, or does not fit the payload class; a validator of the
         application may raise anything.
     """
-    payload, meta = _stored("payload", run.payload), _stored("meta", run.meta)
-    if run.handler.payload_type is not None:
-        payload = decode(run.handler.payload_type, payload, run.payload_version, run.id)
+    payload_type = run.handler.payload_type
+    if payload_type is None:
+        payload: Any = parse_stored("payload", run.payload)
+    else:
+        payload = decode_text(payload_type, run.payload, run.payload_version, run.id)
+    meta = {} if run.meta == "{}" else parse_stored("meta", run.meta)
     return Job(
         payload=payload,
         id=run.id,
@@ -79,13 +79,6 @@ def job_of(run: Run, resources: Any) -> Job[Any]:
         resources=resources,
         _signals=run.signals,
     )
-
-
-def _stored(name: str, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, deep nesting: jsonb stores them
-        raise PayloadError(f"the stored {name} cannot be read: {error}") from None
 
 
 def _begin_time(run: Run) -> None:
@@ -102,9 +95,14 @@ def _begin_time(run: Run) -> None:
 def call_plain(run: Run, session: Any, job: Job[Any]) -> None:
     """Call a plain handler."""
     _begin_time(run)
-    with _not_in_a_fork():
+    process = os.getpid()
+    try:
         # In a context of its own: what it sets there is not for the next job of its thread.
-        _check_returned(run, contextvars.copy_context().run(run.handler.function, session, job))
+        returned = contextvars.copy_context().run(run.handler.function, session, job)
+    finally:
+        _end_fork(process)
+    if returned is not None:
+        _check_returned(run, returned)
 
 
 async def call_async(run: Run, session: Any, job: Job[Any]) -> None:
@@ -113,10 +111,20 @@ async def call_async(run: Run, session: Any, job: Job[Any]) -> None:
     :raises HandlerTimeout: it was.
     """
     _begin_time(run)
+    process = os.getpid()
+    try:
+        if run.handler.timeout_seconds is None:
+            await run.handler.function(session, job)
+        else:
+            await _in_time(run, session, job)
+    finally:
+        _end_fork(process)
+
+
+async def _in_time(run: Run, session: Any, job: Job[Any]) -> None:
     try:
         async with asyncio.timeout(run.handler.timeout_seconds) as scope:
-            with _not_in_a_fork():
-                await run.handler.function(session, job)
+            await run.handler.function(session, job)
     except TimeoutError as error:
         if scope.expired():
             raise timed_out(run) from error
@@ -125,15 +133,10 @@ async def call_async(run: Run, session: Any, job: Job[Any]) -> None:
         raise timed_out(run)
 
 
-@contextmanager
-def _not_in_a_fork() -> Iterator[None]:
+def _end_fork(process: int) -> None:
     """End a child that the handler forked and let return: it must not use the connections that it shares with us."""
-    process = os.getpid()
-    try:
-        yield
-    finally:
-        if os.getpid() != process:
-            os._exit(1)
+    if os.getpid() != process:
+        os._exit(1)
 
 
 def _check_returned(run: Run, value: object) -> None:

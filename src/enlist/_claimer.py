@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from itertools import takewhile
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
 from enlist._driver import brief
 from enlist._due import DueTimes
@@ -52,9 +52,6 @@ HANDLERS_FIRST_SECONDS: Final = 0.001
 it took the interpreter from them. Mostly it is a commit of this process that wakes twice, directly and by NOTIFY."""
 
 logger = Log("enlist.worker")
-
-_Taken: TypeAlias = "tuple[sa.Row[Any], Run]"
-"""What the claim says of a job, and the job in hand."""
 
 LONGEST_WAIT_FOR_SLOT: Final = 0.5
 """Seconds after which a prefetched job that still waits is given back."""
@@ -157,7 +154,7 @@ class Claimer:
         taken = Counter(run.queue for run in runs)
         if self._careful:  # where fewer came than were asked for, nothing is left
             came -= {demand.queue for demand in demands if taken[demand.queue] < demand.number}
-        self._leave_to_others(came, freed - {self._keyed.get(run) for run in runs})
+        self._leave_to_others(came, freed - {run.concurrency_key for run in runs} if freed else freed)
         if refused := self.slots.place(runs, demands):
             for run in refused:
                 self._give_back(run)
@@ -219,13 +216,13 @@ class Claimer:
         if careful and not self._careful:
             self._marks.want_whole()  # careful jobs were passed by
         self._careful = careful
-        taken: list[_Taken] = []
+        taken: list[Run] = []
         try:
             whole = self._marks.whole_next()
             self._claim(taken, demands, careful=careful, whole=whole, all_asked=True)
             if not whole and (rest := _less(demands, taken)):
                 # What lies before the marks: a job committed late, or with an earlier due time.
-                careful = careful and not any(run.careful for _, run in taken)
+                careful = careful and not any(run.careful for run in taken)
                 self._claim(taken, rest, careful=careful, whole=True, all_asked=len(rest) == len(demands))
             self._limited = self._rates.close([demand.queue for demand in _less(demands, taken)])
         except Exception as error:
@@ -233,14 +230,14 @@ class Claimer:
                 raise
             # What has been claimed already must not be lost with it.
             logger.warning("no more jobs could be claimed: %s", brief(error))
-        if any(run.careful for _, run in taken):
+        if any(run.careful for run in taken):
             self._careful = False  # others were passed by
         self._in_vain = 0 if taken else self._in_vain + 1
-        taken.sort(key=lambda pair: _place(pair[0]))
-        return [run for _, run in taken]
+        taken.sort(key=_place)
+        return taken
 
     def _claim(
-        self, taken: list[_Taken], demands: list[Demand], *, careful: bool, whole: bool, all_asked: bool
+        self, taken: list[Run], demands: list[Demand], *, careful: bool, whole: bool, all_asked: bool
     ) -> None:
         """Claim once, what comes after the marks or of all, and add it to what is taken.
 
@@ -269,7 +266,7 @@ class Claimer:
         taken += plain
         if all_asked:
             self._marks.end(whole=whole, seconds=time.monotonic() - began, jobs=len(plain))
-        self._marks.note((row for row, _ in plain), keyed=False)
+        self._marks.note(plain, keyed=False)
         if seen:
             taken += self._claim_keyed(seen, plain, demands, parameters)
         self._unanswered = False
@@ -314,7 +311,7 @@ class Claimer:
 
     def _claim_plain(
         self, parameters: dict[str, Any], seen: list[sa.Row[Any]], *, look_first: bool
-    ) -> list[_Taken] | None:
+    ) -> list[Run] | None:
         """Claim jobs without a concurrency key; None if there are others, which are to be looked at first."""
         statements = self._database.statements
         statement = statements.claim_among if seen or self._marks.in_use else statements.claim
@@ -322,19 +319,21 @@ class Claimer:
             statement = statements.claim_limited
         asked = time.monotonic()  # before the claim is sent: the lease may begin as early as that
         rows = self._database.execute(statement, {**parameters, **ahead(seen), "look_first": look_first})
-        if any(row.id is None and row.kind == "keyed" for row in rows):
+        jobs = self._rates.note(rows, asked)
+        told = [row for row in rows if row[0] is None] if len(jobs) < len(rows) else []
+        if any(row.kind == "keyed" for row in told):
             return None
-        self._due.tell((row.due for row in rows if row.id is None and row.kind == "later"), asked)
-        return self._hold(self._rates.note(rows, asked), asked)
+        self._due.tell((row.due for row in told if row.kind == "later"), asked)
+        return self._hold(jobs, asked)
 
     def _claim_keyed(
-        self, seen: list[sa.Row[Any]], plain: list[_Taken], demands: list[Demand], parameters: dict[str, Any]
-    ) -> list[_Taken]:
+        self, seen: list[sa.Row[Any]], plain: list[Run], demands: list[Demand], parameters: dict[str, Any]
+    ) -> list[Run]:
         """Claim jobs with a concurrency key, for free slots only: one that waits here would hold its key idly."""
         limits = {demand.queue: demand.free for demand in demands}
         places: Counter[str] = Counter()
         placed = []
-        for row in sorted([*seen, *(row for row, _ in plain)], key=_place):
+        for row in sorted([*seen, *plain], key=_place):
             places[row.queue] += 1
             if places[row.queue] > limits[row.queue]:
                 if row.concurrency_key is not None:
@@ -351,7 +350,7 @@ class Claimer:
             **parameters,
             "queues": list(limits),
             "limits": list(limits.values()),
-            "careful": parameters["careful"] and not any(run.careful for _, run in plain),
+            "careful": parameters["careful"] and not any(run.careful for run in plain),
         }
         statements = self._database.statements
         asked = time.monotonic()
@@ -366,31 +365,32 @@ class Claimer:
                 {**parameters, **keys(row for row in placed if row.concurrency_key in locked)},
             ).all()
         rows = self._rates.note(rows, asked)
-        taken = {row.concurrency_key for row in rows}
-        self._miss([row for row in placed if row.concurrency_key not in taken])
-        self._marks.hold(rows)
-        self._marks.note(takewhile(lambda row: row.concurrency_key in taken, placed), keyed=True)
-        return self._hold(rows, asked)
+        keys_taken = {row.concurrency_key for row in rows}
+        self._miss([row for row in placed if row.concurrency_key not in keys_taken])
+        self._marks.note(takewhile(lambda row: row.concurrency_key in keys_taken, placed), keyed=True)
+        runs = self._hold(rows, asked)
+        self._marks.hold(runs)
+        return runs
 
-    def _hold(self, rows: Sequence[sa.Row[Any]], asked: float) -> list[_Taken]:
-        """Have the leases of claimed jobs renewed from now on."""
+    def _hold(self, rows: Sequence[sa.Row[Any]], asked: float) -> list[Run]:
+        """Have the leases of claimed jobs renewed from now on; return them in their order."""
         ends = asked + self._lease.total_seconds()
-        taken = [(row, Run.of(row, self._handlers[row.kind], ends, self._worker)) for row in rows]
-        for row, run in taken:
-            self._leases.add(run)
-            if row.concurrency_key is not None and self._others is not None:
-                self._keyed[run] = row.concurrency_key
-        return taken
+        runs = [Run.of(row, self._handlers[row[1]], ends, self._worker) for row in rows]
+        self._leases.add(*runs)
+        if self._others is not None:
+            self._keyed |= {run: run.concurrency_key for run in runs if run.concurrency_key is not None}
+        runs.sort(key=_place)
+        return runs
 
 
-def _place(row: sa.Row[Any]) -> tuple[int, float, uuid.UUID]:
-    """What a job's place in its queue is told by."""
-    return -row.priority, row.due, row.id
+def _place(job: Run | sa.Row[Any]) -> tuple[int, float, int]:
+    """What a job's place in its queue is told by; the id as a number, since UUIDs take long to compare."""
+    return -job.priority, job.due, job.id.int
 
 
-def _less(demands: list[Demand], taken: list[_Taken]) -> list[Demand]:
+def _less(demands: list[Demand], taken: list[Run]) -> list[Demand]:
     """What is left of demands that were not met."""
-    counts = Counter(run.queue for _, run in taken)
+    counts = Counter(run.queue for run in taken)
     return [
         Demand(demand.queue, max(0, demand.free - counts[demand.queue]), demand.number - counts[demand.queue])
         for demand in demands

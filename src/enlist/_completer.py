@@ -253,6 +253,10 @@ class Completer:
         if not runs:
             return
         written, refused = self._write(self._complete, runs)
+        if len(written) == len(runs):
+            _remove(self._done, len(runs))
+            self._are_done(runs)
+            return
         states = self._states([run for run in runs if run.id not in written and run.id not in refused])
         _remove(self._done, len(runs))
         for run in runs:
@@ -261,12 +265,17 @@ class Completer:
                 self._refused(run, refused[run.id], self._done, run)
             # Done with our token: written before, and the answer was lost.
             elif run.id in written or (token == run.token and status is JobStatus.DONE):
-                self._leases.drop(run)
-                self._news.append((EventName.DONE, run, None, None))
+                self._are_done([run])
             elif token == run.token:
                 self._put_off(run, self._done, run)
             else:
                 self._lost(run)
+        if any(run.keyed for run in runs):
+            self._freed()
+
+    def _are_done(self, runs: list[Run]) -> None:
+        self._leases.drop(*runs)
+        self._news += [(EventName.DONE, run, None, None) for run in runs]
         if any(run.keyed for run in runs):
             self._freed()
 
@@ -360,11 +369,10 @@ class Completer:
         return {row.id: (row.lease_token, row.status) for row in rows}
 
     def _complete(self, runs: list[Run]) -> set[object]:
-        rows = self._database.execute(
-            self._database.statements.complete,
-            {"ids": [run.id for run in runs], "tokens": [run.token for run in runs]},
-        )
-        return {row.id for row in rows}
+        ids = [run.id for run in runs]
+        parameters = {"ids": ids, "tokens": [run.token for run in runs]}
+        rows = self._database.write(self._database.statements.complete, parameters, len(runs))
+        return set(ids) if rows is None else {row.id for row in rows}
 
     def _settle(self, batch: list[Settlement]) -> set[object]:
         rows = self._database.execute(self._database.statements.settle, parameters_of(batch))

@@ -18,7 +18,7 @@ from pydantic_core import PydanticSerializationError
 from enlist._options import shown
 from enlist.exceptions import PayloadError
 
-__all__ = ["DEFAULT_MAX_BYTES", "decode_model", "describe_invalid", "encode_data", "encode_model"]
+__all__ = ["DEFAULT_MAX_BYTES", "decode_model", "describe_invalid", "encode_data", "encode_model", "parse_stored"]
 
 DEFAULT_MAX_BYTES: Final = 1_048_576
 """Longest payload, in bytes of JSON: 1 MiB."""
@@ -84,14 +84,25 @@ def _is_plainly_equal(payload: BaseModel, read: BaseModel) -> bool:
     )
 
 
-def decode_model(payload_type: type[ModelT], stored: dict[str, Any]) -> ModelT:
-    """Return a stored payload as a model.
+def parse_stored(name: str, text: str) -> Any:
+    """Return what is stored as JSON text.
+
+    :raises PayloadError: Python cannot read it: a number of thousands of digits, deep nesting; jsonb stores them.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise PayloadError(f"the stored {name} cannot be read: {error}") from None
+
+
+def decode_model(payload_type: type[ModelT], text: str) -> ModelT:
+    """Return a payload that is stored as JSON text as a model.
 
     :raises PayloadError: it does not fit; the message has the reasons alone, see :func:`enlist.payload.decode`.
     """
     try:
         # As JSON, not as Python values: a strict model takes a string for a UUID only there.
-        read = payload_type.__pydantic_validator__.validate_json(json.dumps(stored))
+        read = payload_type.__pydantic_validator__.validate_json(text)
     except ValidationError as error:
         # from None: pydantic's own text has the payload's values.
         raise PayloadError(describe_invalid(error)) from None

@@ -37,6 +37,11 @@ ASYNC_HANDLERS_THREADS: Final = 32
 TASKS_SECONDS: Final = 1.0
 """How long tasks that are left at the end may take to do so."""
 
+TURN_SECONDS: Final = 0.001
+"""How long one task runs jobs of a slot: a task for each job costs 6 us, and one that never ends holds up the loop if
+its handlers don't wait for anything. It ends with a job that has set a context variable, or whose task was cancelled:
+neither is for the next."""
+
 ASIDE_THREADS: Final = 8
 """Threads for the worker's own blocking calls around async handlers, which may have taken all of theirs."""
 
@@ -195,27 +200,35 @@ class Executor:
             self._tasks.discard(task)
             if run.task is None:  # cancelled before its first step, by a handler that cancels all tasks
                 self._completer.release(run)
-                self._follow(run, 1, time.monotonic())
+                if (following := self._next(run, 1, time.monotonic())) is not None:
+                    self._spawn_soon(following)
 
         task.add_done_callback(done)
 
-    def _follow(self, run: Run, jobs: int, since: float) -> None:
-        if (following := self._next(run, jobs, since)) is not None:
-            assert self._loop is not None
-            # Later, or a loop whose tasks begin at once would go ever deeper; and not in the context of this one.
-            self._loop.call_soon(self._spawn, following, context=contextvars.Context())
+    def _spawn_soon(self, run: Run) -> None:
+        """Later, or a loop whose tasks begin at once would go ever deeper; and not in the context of this one."""
+        assert self._loop is not None
+        self._loop.call_soon(self._spawn, run, context=contextvars.Context())
 
-    async def _run_async(self, run: Run) -> None:
+    async def _run_async(self, first: Run) -> None:
         task = asyncio.current_task()
         assert task is not None
-        run.task = task
-        jobs, since = 1, time.monotonic()
-        try:
-            jobs = await self.runner.run_async(run)
-        except BaseException as error:
-            self._ended_unexpectedly(run, error)
-        finally:
-            self._follow(run, jobs, since)
+        run = first
+        turn_ends = time.monotonic() + TURN_SECONDS
+        while True:
+            run.task = task
+            jobs, since = 1, time.monotonic()
+            try:
+                jobs = await self.runner.run_async(run)
+            except BaseException as error:
+                self._ended_unexpectedly(run, error)
+            following = self._next(run, jobs, since)
+            if following is None:
+                return
+            if time.monotonic() > turn_ends or task.cancelling() or len(contextvars.copy_context()):
+                break
+            run = following
+        self._spawn_soon(following)
 
 
 async def _end_tasks() -> None:

@@ -22,12 +22,20 @@ if TYPE_CHECKING:
     from enlist._session import GuardedSession
     from enlist._slots import Run
 
-__all__ = ["close_member", "finish", "finish_group"]
+__all__ = ["close_member", "finish", "finish_group", "needs_commit"]
 
 SWALLOWED = (
     "the handler returned though its transaction was aborted by an earlier error, which it swallowed; let the error"
     " out, or put the statement that may fail into a savepoint (session.begin_nested())"
 )
+
+
+def needs_commit(session: GuardedSession) -> bool:
+    """Whether :func:`finish` has something to do; no IO.
+
+    :raises TransactionAborted: as there.
+    """
+    return _is_used(session, _checked(session))
 
 
 def finish(session: GuardedSession) -> bool:

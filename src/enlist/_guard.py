@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import re
 import weakref
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import sqlalchemy as sa
 from sqlalchemy import event
-from sqlalchemy.orm import Session, SessionTransaction
 
 from enlist._driver import is_transaction_over
 from enlist._staging import RUNNING
@@ -17,7 +16,11 @@ from enlist._transactions import ENDING_STATEMENT
 from enlist.exceptions import CommitRefused
 
 if TYPE_CHECKING:
+    import datetime as dt
     import uuid
+    from collections.abc import Mapping
+
+    from sqlalchemy.orm import Session, SessionTransaction
 
     from enlist._slots import Run
     from enlist._statements import Statements
@@ -39,28 +42,28 @@ SNAPSHOT_LEVELS: Final = frozenset({"REPEATABLE READ", "SERIALIZABLE"})
 class Guard:
     """What is known of a handler's session during one attempt, or one after the other of a group."""
 
-    __slots__ = (
-        "_hold_lock",
-        "alone",
-        "always",
-        "base",
-        "begun_with",
-        "broken",
-        "committing",
-        "grouped",
-        "idle_limit",
-        "isolation",
-        "job_id",
-        "locked",
-        "ours",
-        "record",
-        "roots",
-        "savepoints",
-        "spoken",
-        "statements",
-        "token",
-        "used",
-    )
+    # The class's, since few attempts change any of them, and each makes a guard.
+    locked = False
+    """The row's lock is held until the transaction ends."""
+    base: SessionTransaction | None = None
+    """With savepoints: the one that the handler takes for its transaction."""
+    alone = False
+    """None may follow: what the last has done to the transaction is not for the next."""
+    ours = False
+    """enlist itself is ending the transaction now."""
+    over = False
+    """The attempt has ended without a transaction, and the session may not begin one any more."""
+    committing = False
+    """The COMMIT with the job's status was begun: whatever is raised then, it may have landed."""
+    used = False
+    """A transaction was begun at some time: the attempt's effects may be in it."""
+    begun_with: Mapping[str, Any] = MappingProxyType({})
+    """What a handler may set in the session of a group, as it was."""
+    broken: str | None = None
+    """How the handler ended the transaction, if it did."""
+    spoken: frozenset[sa.Connection] = frozenset()
+    """The connections that statements were sent on: only then the server has begun a transaction."""
+    roots: tuple[tuple[sa.Connection, sa.RootTransaction | None], ...] = ()
 
     def __init__(
         self,
@@ -77,33 +80,19 @@ class Guard:
         self.job_id = run.id
         self.token = run.token
         self.isolation = isolation
-        self.idle_limit = f"{max(1, int(lease.total_seconds() * 1000))}ms"
+        self._lease = lease
         self._hold_lock = run.handler.hold_lock
-        self.locked = False
-        """The row's lock is held until the transaction ends."""
         self.savepoints = run.handler.on_commit == "savepoint"
         """A commit of the handler's is a savepoint."""
-        self.base: SessionTransaction | None = None
-        """With savepoints: the one that the handler takes for its transaction."""
         self.grouped = run.handler.commit_every > 1
         """Other jobs may follow in the transaction."""
-        self.alone = False
-        """None may follow: what the last has done to the transaction is not for the next."""
         self.always = run.handler.complete == "commit"
         """To be committed even if the handler has not used it."""
-        self.ours = False
-        """enlist itself is ending the transaction now."""
-        self.committing = False
-        """The COMMIT with the job's status was begun: whatever is raised then, it may have landed."""
-        self.used = False
-        """A transaction was begun at some time: the attempt's effects may be in it."""
-        self.begun_with: dict[str, Any] = {}
-        """What a handler may set in the session, as it was."""
-        self.broken: str | None = None
-        """How the handler ended the transaction, if it did."""
-        self.spoken: set[sa.Connection] = set()
-        """The connections that statements were sent on: only then the server has begun a transaction."""
-        self.roots: list[tuple[sa.Connection, sa.RootTransaction | None]] = []
+
+    @property
+    def idle_limit(self) -> str:
+        """How long the transaction may idle where it holds the row's lock, as PostgreSQL takes it."""
+        return f"{max(1, int(self._lease.total_seconds() * 1000))}ms"
 
     def refuse(self, verb: str) -> CommitRefused:
         self.broken = self.broken or verb
@@ -122,7 +111,8 @@ class Guard:
             return
         if connection in self.spoken and is_transaction_over(connection.connection.driver_connection):
             raise self.refuse("COMMIT or ROLLBACK on the driver's connection")
-        self.spoken.add(connection)
+        if connection not in self.spoken:
+            self.spoken |= {connection}
         if (ending := ENDING_STATEMENT.match(statement)) is not None:
             raise self.refuse(ending[1])
         if self.grouped and LASTING.search(statement) is not None:

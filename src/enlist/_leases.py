@@ -50,17 +50,19 @@ class Leases:
         self._runs: dict[uuid.UUID, Run] = {}
         self._given_up: dict[uuid.UUID, None] = {}
 
-    def add(self, run: Run) -> None:
+    def add(self, *runs: Run) -> None:
         with self._lock:
-            self._runs[run.id] = run
-            self._given_up.pop(run.id, None)
+            for run in runs:
+                self._runs[run.id] = run
+                self._given_up.pop(run.id, None)
 
-    def drop(self, run: Run) -> None:
-        """Hold it no more: its end is written, or it is another's."""
+    def drop(self, *runs: Run) -> None:
+        """Hold them no more: their end is written, or they are another's."""
         with self._lock:
-            # Only this run: the same job may have been claimed again, by this very worker.
-            if self._runs.get(run.id) is run:
-                del self._runs[run.id]
+            for run in runs:
+                # Only this run: the same job may have been claimed again, by this very worker.
+                if self._runs.get(run.id) is run:
+                    del self._runs[run.id]
 
     def give_up(self, run: Run) -> None:
         """Hold it no more, though its row may say so until its lease has ended."""

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     import sqlalchemy as sa
 
+    from enlist._slots import Run
+
 __all__ = ["Marks"]
 
 CHEAP_SECONDS: Final = 0.005
@@ -118,20 +120,20 @@ class Marks:
             self.in_use = False
             self._no_use_until = now + SELDOM_SECONDS
 
-    def note(self, jobs: Iterable[sa.Row[Any]], *, keyed: bool) -> None:
-        """Note jobs that were taken, or seen with their key and taken: nothing before them is left to take."""
-        for job in jobs:
-            name = (job.queue, keyed, job.priority)
-            place = (job.due, job.id)
+    def note(self, jobs: Iterable[Run | sa.Row[Any]], *, keyed: bool) -> None:
+        """Note jobs that were taken, or seen with their key and taken, in their order: none before them is left."""
+        last = {(job.queue, keyed, job.priority): (job.due, job.id) for job in jobs}
+        for name, place in last.items():
             known = self._marks.pop(name, None)  # and put it at the end: it is the latest
             self._marks[name] = place if known is None or place > known else known
         _forget(self._marks)
 
-    def hold(self, jobs: Iterable[sa.Row[Any]]) -> None:
+    def hold(self, jobs: Iterable[Run]) -> None:
         """Note jobs that were taken with their keys: others of these wait, maybe before a mark."""
         for job in jobs:
-            self._keys.pop((job.queue, job.concurrency_key), None)
-            self._keys[job.queue, job.concurrency_key] = None
+            if job.concurrency_key is not None:
+                self._keys.pop((job.queue, job.concurrency_key), None)
+                self._keys[job.queue, job.concurrency_key] = None
         _forget(self._keys)
 
 

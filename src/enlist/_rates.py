@@ -114,7 +114,9 @@ class Rates:
 
     def note(self, rows: Sequence[sa.Row[Any]], asked: float) -> list[sa.Row[Any]]:
         """Note what a claim, sent at ``asked``, says of the rates; return its jobs."""
-        jobs = [row for row in rows if row.id is not None]
+        jobs = [row for row in rows if row[0] is not None]
+        if len(jobs) == len(rows) or not self._limits:
+            return jobs
         taken = Counter(row.queue for row in jobs)
         for row in rows:
             if row.id is None and row.queue is not None:

@@ -12,7 +12,7 @@ import sqlalchemy as sa
 
 from enlist._attempt import call_async, call_plain, job_of
 from enlist._driver import brief
-from enlist._finish import close_member, finish, finish_group
+from enlist._finish import close_member, finish, finish_group, needs_commit
 from enlist._groups import Group, GroupSizes
 from enlist._guard import Guard
 from enlist._log import Log
@@ -97,7 +97,8 @@ class Runner:
         group = Group(size)
         guard = None
         try:
-            with self._sync() as session:
+            session = self._sync.open()
+            try:
                 following: Run | None = run
                 while following is not None:
                     job = self._prepare(following)
@@ -110,6 +111,8 @@ class Runner:
                             break
                     following = self.slots.join(run) if group.takes_more else None
                 committed = group.is_whole() and finish_group(session, group.members)
+            finally:
+                self._sync.discard(session)
         except BaseException as error:
             left = self._left_of(group, guard, error)
         else:
@@ -137,12 +140,15 @@ class Runner:
                     time.sleep(wait or 0.0)
                     _check_wanted(run)
                     job = job_of(run, self.resources)  # as it is stored: the handler may have changed it
-                with self._sync() as session:
+                session = self._sync.open()
+                try:
                     session.guard_by(guard)
                     self._call(run, session, job)
                     if run.abandoned in NO_COMMIT:
                         raise LeaseLost(run.id)
                     committed = finish(session)
+                finally:
+                    self._sync.discard(session)
             except BaseException as error:
                 wait = self._raised(run, guard, error, rerun)
                 if wait is None:
@@ -221,11 +227,12 @@ class Runner:
                     job = job_of(run, self.resources)
                 session = self._async.open()
                 try:
-                    cast("GuardedSession", session.sync_session).guard_by(guard)
+                    sync_session = cast("GuardedSession", session.sync_session)
+                    sync_session.guard_by(guard)
                     await self._call_async(run, session, job)
                     if run.abandoned in NO_COMMIT:
                         raise LeaseLost(run.id)
-                    committed = await _on(session, finish)
+                    committed = needs_commit(sync_session) and await _on(session, finish)
                 finally:
                     await self._async.discard(session)
             except BaseException as error:

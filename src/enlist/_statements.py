@@ -138,8 +138,20 @@ def _length(name: str) -> Any:
     return _interval(sa.bindparam(name, type_=Seconds))
 
 
+class UuidsAsText(sa.types.TypeDecorator[list[uuid.UUID]]):
+    """An array of UUIDs that is sent as its text: psycopg takes 1.2 us for each UUID of a list, this takes 0.2."""
+
+    impl = sa.Text
+    cache_ok = True
+
+    def process_bind_param(self, value: list[uuid.UUID] | None, _dialect: sa.Dialect) -> str | None:
+        return None if value is None else "{" + ",".join([item.hex for item in value]) + "}"
+
+
 def _array(name: str, item: Any) -> Any:
     """A parameter that is an array; in a sub-select, so that the planner never sees its length."""
+    if item is sa.Uuid:
+        return sa.select(sa.cast(sa.bindparam(name, type_=UuidsAsText), ARRAY(item))).scalar_subquery()
     return sa.select(sa.bindparam(name, type_=ARRAY(item))).scalar_subquery()
 
 
@@ -602,7 +614,7 @@ class Statements:
         ]
 
     def _returned(self, job: Any) -> list[Any]:
-        """What a claim brings. Nothing that Python may be unable to read: one such row would fail all others' claim.
+        """What a claim brings, in the order that ``Run.of`` takes it in. Nothing that Python may be unable to read: one such row would fail all others' claim.
 
         So JSON as text (a number of 5,000 digits, deep nesting) and times as seconds (``-infinity``, years before 1).
         ``age`` is since the job was made, by the server's clock; a difference of numbers, since one of infinite times

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
+import json
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar, Unpack
 
 from pydantic import BaseModel
 
-from enlist._encoding import DEFAULT_MAX_BYTES, decode_model, encode_data, encode_model
+from enlist._encoding import DEFAULT_MAX_BYTES, decode_model, encode_data, encode_model, parse_stored
 from enlist._lossy import refuse_lossy_fields
 from enlist._options import ABSENT, MAX_INTEGER, check_boolean, check_integer, check_name
 from enlist.exceptions import PayloadError, PayloadMismatch
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from pydantic import ConfigDict
 
-__all__ = ["JobPayload", "PayloadOptions", "decode", "encode", "encode_data", "options_of"]
+__all__ = ["JobPayload", "PayloadOptions", "decode", "decode_text", "encode", "encode_data", "options_of"]
 
 PayloadT = TypeVar("PayloadT", bound="JobPayload")
 
@@ -186,7 +186,14 @@ def encode(payload: JobPayload, max_bytes: int = DEFAULT_MAX_BYTES) -> str:
 def decode(
     payload_type: type[PayloadT], stored: dict[str, Any], version: int | None = None, job_id: uuid.UUID | None = None
 ) -> PayloadT:
-    """Return a stored payload as an instance of its class, upgraded if it was stored by a lower version of it.
+    """The same as :func:`decode_text`, for a payload that was read from its column already."""
+    return decode_text(payload_type, json.dumps(stored), version, job_id)
+
+
+def decode_text(
+    payload_type: type[PayloadT], text: str, version: int | None = None, job_id: uuid.UUID | None = None
+) -> PayloadT:
+    """Return a payload, stored as JSON text, as an instance of its class; upgraded if a lower version has stored it.
 
     :param version: the version that it was stored with; default the class's.
     :param job_id: the job, for the message.
@@ -196,20 +203,26 @@ def decode(
     if version is None:
         version = known
     try:
-        if version < known and isinstance(stored, dict):  # else it was written by hand, and is refused below
-            stored = _upgraded(payload_type, version, stored)
-        return decode_model(payload_type, stored)
+        if version < known:
+            text = _upgraded(payload_type, version, text)
+        return decode_model(payload_type, text)
     except PayloadError as error:
         whose = "the payload" if job_id is None else f"the payload of job {job_id}"
         message = f"{whose} does not fit {payload_type.__name__} version {known}: stored as version {version}; {error}"
         raise PayloadMismatch(message, known, version) from error.__cause__
 
 
-def _upgraded(payload_type: type[JobPayload], version: int, stored: dict[str, Any]) -> dict[str, Any]:
+def _upgraded(payload_type: type[JobPayload], version: int, text: str) -> str:
+    stored = parse_stored("payload", text)
+    if not isinstance(stored, dict):
+        return text  # written by hand; it is refused when it is read
     try:
-        data: object = payload_type.upgrade(version, copy.deepcopy(stored))
+        data: object = payload_type.upgrade(version, stored)
     except Exception as error:
         raise PayloadError(f"upgrade() raised {type(error).__name__}") from error
     if not isinstance(data, dict):
         raise PayloadError(f"upgrade() returned {type(data).__name__}, not a dict")
-    return data
+    try:
+        return json.dumps(data)
+    except Exception as error:
+        raise PayloadError(f"reading it raised {type(error).__name__}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import gc
 import os
 import secrets
 import socket
@@ -182,6 +183,7 @@ class Worker:
         with ExitStack() as stack:
             with self._starting():
                 stack.enter_context(orders.heeded(self._stop_asked, self._stop_now))
+                stack.enter_context(_less_collecting())
                 self._begin()
             started()
             # With a timeout: a signal that comes between Python's last look for one and the lock's sleep would wait
@@ -289,6 +291,25 @@ class Worker:
             self.stop()
         if not drained:
             raise TimeoutError(f"jobs were still due after {seconds:g} seconds")
+
+
+@contextmanager
+def _less_collecting() -> Iterator[None]:
+    """Keep the garbage collector from what is there already: the application and its libraries.
+
+    Each job leaves some objects behind for a moment, so the collector looks through everything that there is again and
+    again, for a fifth of a small job's time. For a process of the worker's own: what is dropped later of what is there
+    now, in cycles, is not collected before the worker stops.
+    """
+    if gc.get_freeze_count() or not gc.isenabled():  # the application has its own ways
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _wait_until_drained(claimer: Claimer, seconds: float | None, stop_asked: threading.Event) -> bool:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from enlist.job import Job
 
-__all__ = ["KIND", "QUEUE", "Claimant", "Jobs", "Table", "fresh_table", "insert_one"]
+__all__ = ["KIND", "QUEUE", "Claimant", "Jobs", "Table", "fresh_table", "insert_one", "make_anew"]
 
 KIND: Final = "bench_claim"
 QUEUE: Final = "work"
@@ -49,6 +49,8 @@ class Jobs:
     which goes by the time, is not the order in which they are due.
     """
 
+    kind: str = KIND
+    """Not an expression; nor is the status."""
     status: str = "queued"
     queue: str = f"'{QUEUE}'"
     priority: str = "0"
@@ -65,7 +67,7 @@ class Jobs:
         values = {
             # Version 7, as enlist's own: new ones go to the right end of the primary key.
             "id": f"(lpad({milliseconds}, 12, '0') || '7' || substr(replace(random_id, '-', ''), 14))::uuid",
-            "kind": f"'{KIND}'",
+            "kind": f"'{self.kind}'",
             "queue": self.queue,
             "status": f"'{self.status}'",
             "attempt": "0" if queued else "1",
@@ -193,17 +195,22 @@ class Table:
         return seconds, runs
 
 
+def make_anew(engine: sa.Engine) -> None:
+    """Make a new job table in place of what is there. Autovacuum leaves it: by itself it would come at any time."""
+    with engine.connect().execution_options(isolation_level="READ COMMITTED") as connection, connection.begin():
+        # Not emptied: what ANALYZE has found out about it would stay.
+        JobRecord.metadata.drop_all(connection)
+        connection.exec_driver_sql("DROP TABLE enlist_schema")
+        migrate(connection)
+        connection.exec_driver_sql("ALTER TABLE enlist_job SET (autovacuum_enabled = off)")
+
+
 @contextmanager
 def fresh_table(url: sa.URL, supply: Jobs) -> Iterator[Table]:
     """A new job table in place of what is there, and a worker that has seen nothing yet."""
     engine = sa.create_engine(url, isolation_level="AUTOCOMMIT")
     try:
-        with engine.connect().execution_options(isolation_level="READ COMMITTED") as connection, connection.begin():
-            # Not emptied: what ANALYZE has found out about it would stay.
-            JobRecord.metadata.drop_all(connection)
-            connection.exec_driver_sql("DROP TABLE enlist_schema")
-            migrate(connection)
-            connection.exec_driver_sql("ALTER TABLE enlist_job SET (autovacuum_enabled = off)")
+        make_anew(engine)
         worker = Claimant(engine)
         try:
             yield Table(engine, worker, supply)

@@ -14,6 +14,7 @@ from enlist._driver import shown_url
 from enlist.bench._claim_facts import ClaimFacts, Claims, History, PickUp, StateFacts
 from enlist.bench._claim_pinned import make_history, pick_ups, snapshot
 from enlist.bench._claim_table import JUST_NOW, QUEUE, Jobs, Table, fresh_table
+from enlist.bench._progress import Progress
 from enlist.demo.scratch import scratch
 from enlist.exceptions import ConfigurationError, InvalidOption
 
@@ -131,6 +132,7 @@ def run_claim(
     states: Collection[str] = (),
     stale: bool = False,
     held_seconds: float = 2.0,
+    progress: Progress | None = None,
 ) -> ClaimFacts:
     """Measure.
 
@@ -143,6 +145,7 @@ def run_claim(
     :param states: names of the states to measure; default all of :data:`STATES`.
     :param stale: let the planner's statistics be those of the table when it was empty.
     :param held_seconds: how long the transaction stays open whose job is to be picked up.
+    :param progress: told how far it is.
     :raises InvalidOption: there is no such state, or a number is not above 0.
     :raises ConfigurationError: schema or database exist already, or the database must not be made.
     :raises EnlistError: no server could be had.
@@ -154,6 +157,9 @@ def run_claim(
     for what, value in {"repeat": repeat, "claims": claims, "scale": scale, "held_seconds": held_seconds}.items():
         if not value > 0:
             raise InvalidOption(f"{what} is {value!r}: it must be above 0")
+    chosen = [state for state in STATES if not states or state.name in states]
+    progress = progress or Progress()
+    progress.begin(len(chosen) * (1 + len(SIZES) * repeat))
     with (
         scratch(SCHEMA, url, settings=SETTINGS) as place,
         _database_beside(place.url) as beside,
@@ -162,8 +168,10 @@ def run_claim(
         with connecting(engine_for(place.url)) as connection:
             server = connection.scalar(sa.text("SHOW server_version"))
             fsync = connection.scalar(sa.text("SHOW fsync"))
-        measuring = _Measuring(place.url, empty.url, place.own_server, repeat, claims, scale, stale, held_seconds)
-        found = tuple(measuring.measure(state) for state in STATES if not states or state.name in states)
+        measuring = _Measuring(
+            place.url, empty.url, place.own_server, repeat, claims, scale, stale, held_seconds, progress
+        )
+        found = tuple(measuring.measure(state) for state in chosen)
     return ClaimFacts(found, scale, stale, str(server), str(fsync))
 
 
@@ -177,6 +185,7 @@ class _Measuring:
     scale: float
     stale: bool
     held_seconds: float
+    progress: Progress
 
     def measure(self, state: State) -> StateFacts:
         with (
@@ -190,8 +199,9 @@ class _Measuring:
                 table.analyze()
                 empty.analyze()
             with snapshot(table) if state.jobs is None else nullcontext():
+                self.progress.step(f"{state.name}: bringing the table into its state")
                 number, history = self._fill(state, table, empty)
-                found = tuple(self._claims(size, empty, table) for size in SIZES)
+                found = tuple(self._claims(state.name, size, empty, table) for size in SIZES)
                 picked = () if history is None else pick_ups(table, self.repeat, self.held_seconds)
         return StateFacts(state.name, state.title.format(number), state.beside, state.goal, found, history, picked)
 
@@ -217,7 +227,7 @@ class _Measuring:
                 one.analyze()
         return number, history
 
-    def _claims(self, jobs: int, empty: Table, table: Table) -> Claims:
+    def _claims(self, name: str, jobs: int, empty: Table, table: Table) -> Claims:
         """Time some on each table in turn: what slows the machine slows both."""
         tables = [empty, table]
         claimed, keyed = [0, 0], [0, 0]
@@ -226,7 +236,7 @@ class _Measuring:
             one.fill(LEVEL)
             for _ in range(WARM_UP):
                 one.claim(jobs)
-        for _ in range(self.repeat):
+        for _ in self.progress.rounds(self.repeat, f"{name}: claims of {jobs}"):
             milliseconds: list[list[float]] = [[], []]
             for start in range(0, self.claims, IN_A_ROW):
                 for which, one in enumerate(tables):

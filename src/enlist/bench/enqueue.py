@@ -19,6 +19,8 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from enlist import notifier
 from enlist._cli_database import connecting, engine_for
+from enlist.bench._progress import Progress
+from enlist.bench._text import table
 from enlist.demo.scratch import scratch
 from enlist.models import JobRecord
 from enlist.payload import JobPayload
@@ -90,13 +92,11 @@ class Ratio:
         """Time with enlist to time by hand: the median of the rounds' ratios."""
         return statistics.median(mine / theirs for mine, theirs in zip(self.enlist, self.plain, strict=True))
 
-    def as_text(self) -> str:
-        """For people."""
+    def as_cells(self) -> list[str]:
+        """A row of the table."""
         jobs = "1 job" if self.jobs == 1 else f"{self.jobs} jobs"
-        return (
-            f"1 domain row + {jobs} + commit: {statistics.median(self.enlist):,.0f} us, with rows by hand"
-            f" {statistics.median(self.plain):,.0f} us: {self.value:.2f} times (goal: at most {self.goal:.2f})"
-        )
+        times = (f"{statistics.median(each):,.0f}" for each in (self.enlist, self.plain))
+        return [f"{jobs}, a row of yours, the commit", *times, f"{self.value:.2f}", f"{self.goal:g}"]
 
 
 @dataclass(frozen=True)
@@ -125,18 +125,25 @@ class EnqueueFacts:
 
     def as_text(self) -> str:
         """For people."""
-        each = 1e6 / self.bulk_jobs
-        enqueue, commit = statistics.median(self.bulk_enqueue_seconds), statistics.median(self.bulk_commit_seconds)
+        parts = [
+            f"{statistics.median(seconds) * 1e6 / self.bulk_jobs:.1f}"
+            for seconds in (self.bulk_enqueue_seconds, self.bulk_commit_seconds)
+        ]
+        bulk = [f"enqueue_many of {self.bulk_jobs:,}, the commit", f"{self.bulk_rate:,.0f}", *parts, f"{BULK_GOAL:,}"]
         lines = [
-            self.one_job.as_text(),
-            self.ten_jobs.as_text(),
-            f"enqueue_many({self.bulk_jobs:,}) + commit: {self.bulk_rate:,.0f} jobs/s (goal: at least {BULK_GOAL:,})",
-            f"  {enqueue * each:.1f} us a job to enqueue, {commit * each:.1f} us to write and commit",
+            f"What jobs cost their producer: the median of {len(self.one_job.plain)}.",
+            "",
+            *table(
+                ["microseconds a transaction", "enlist", "rows by hand", "ratio", "at most"],
+                [self.one_job.as_cells(), self.ten_jobs.as_cells()],
+            ),
+            "",
+            *table(["in bulk", "jobs/s", "us to enqueue", "us to write", "at least"], [bulk]),
+            "",
         ]
         if self.long_jobs:
-            lines.append(
-                f"{self.long_jobs:,} jobs in one session: memory grew by {self.long_growth_bytes / 1e6:.1f} MB"
-            )
+            growth = f"{self.long_growth_bytes / 1e6:.1f} MB"
+            lines.append(f"While one session enqueued {self.long_jobs:,} jobs, memory grew by {growth}.")
         return "\n".join([*lines, f"PostgreSQL {self.server}, fsync {self.fsync}"])
 
     def as_json(self) -> str:
@@ -170,6 +177,7 @@ def run_enqueue(
     transactions: int = 200,
     bulk_jobs: int = 100_000,
     long_jobs: int = 1_000_000,
+    progress: Progress | None = None,
 ) -> EnqueueFacts:
     """Measure.
 
@@ -179,8 +187,11 @@ def run_enqueue(
     :param transactions: how many of each kind to time in a round.
     :param bulk_jobs: how many jobs to enqueue at a time.
     :param long_jobs: how many to enqueue in one long-lived session; 0 for none.
+    :param progress: told how far it is.
     :raises EnlistError: no server or schema could be had.
     """
+    progress = progress or Progress()
+    progress.begin(3 * repeat + 1)
     with scratch(SCHEMA, url) as place:
         with connecting(engine_for(place.url)) as connection:
             server = connection.scalar(sa.text("SHOW server_version"))
@@ -188,10 +199,11 @@ def run_enqueue(
         engine = sa.create_engine(place.url)
         try:
             Base.metadata.create_all(engine)
-            one_job = _ratio(engine, 1, ONE_JOB_GOAL, repeat, transactions)
-            ten_jobs = _ratio(engine, 10, TEN_JOBS_GOAL, repeat, transactions)
+            one_job = _ratio(engine, 1, ONE_JOB_GOAL, repeat=repeat, transactions=transactions, progress=progress)
+            ten_jobs = _ratio(engine, 10, TEN_JOBS_GOAL, repeat=repeat, transactions=transactions, progress=progress)
+            progress.step(f"{long_jobs:,} jobs in one session")
             growth = _growth(engine, long_jobs)  # before the bulk: it is the most memory ever that is read
-            bulk = [_bulk(engine, bulk_jobs) for _ in range(repeat)]
+            bulk = [_bulk(engine, bulk_jobs) for _ in progress.rounds(repeat, f"{bulk_jobs:,} jobs in bulk")]
         finally:
             notifier.close_all()
             engine.dispose()
@@ -208,7 +220,7 @@ def run_enqueue(
     )
 
 
-def _ratio(engine: sa.Engine, jobs: int, goal: float, repeat: int, transactions: int) -> Ratio:
+def _ratio(engine: sa.Engine, jobs: int, goal: float, *, repeat: int, transactions: int, progress: Progress) -> Ratio:
     """Time some of each kind in turn: what slows the machine slows both, and what follows a commit slows its own."""
     repo = JobRepository()
 
@@ -230,7 +242,7 @@ def _ratio(engine: sa.Engine, jobs: int, goal: float, repeat: int, transactions:
     for _ in range(WARM_UP):
         plain()
         enlisted()
-    for _ in range(repeat):
+    for _ in progress.rounds(repeat, f"transactions with {jobs} of enlist's jobs, and with rows by hand"):
         taken: dict[Callable[[], None], list[float]] = {plain: [], enlisted: []}
         for _ in range(0, transactions, IN_A_ROW):
             for function, seconds in taken.items():

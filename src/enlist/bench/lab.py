@@ -21,6 +21,8 @@ from enlist._cli_database import connecting, engine_for
 from enlist._database import Database
 from enlist._reaper import expired, reap
 from enlist.bench import victim
+from enlist.bench._progress import Progress
+from enlist.bench._text import table
 from enlist.demo.scratch import scratch
 from enlist.exceptions import EnlistError
 from enlist.handlers import HandlerRegistry
@@ -106,21 +108,29 @@ class Facts:
     def as_text(self) -> str:
         """For people."""
         shown, all_seconds = self.round, [one.seconds for one in self.rounds]
-        return "\n".join(
-            [
-                f"{JOBS:,} jobs of {JOB_SECONDS * 1000:g} ms on {SLOTS} slots, one fails {FAILURES} times:",
-                f"  done={shown.done}",
-                f"  distinct jobs run: {shown.distinct}",
-                f"  run more than once: {shown.more_than_once} ({shown.most_runs} times)",
-                "a worker is killed while it holds a job:",
-                f"  reaped {self.reaped_before} before its lease ends, then {self.reaped_after}",
-                f"  run again as attempt {self.attempt}",
-                f"seconds for the {JOBS:,}: {self.seconds:.3f} (ideal {JOBS * JOB_SECONDS / SLOTS:.2f})",
-                f"  the median of {len(all_seconds)}, {min(all_seconds):.3f} to {max(all_seconds):.3f}",
-                f"PostgreSQL {self.server}, fsync {self.fsync}",
-                "all as it should be" if self.right else "NOT as it should be",
-            ]
-        )
+        facts = [
+            ("jobs done", shown.done, JOBS),
+            ("distinct jobs run", shown.distinct, JOBS),
+            ("jobs run more than once", shown.more_than_once, 1),
+            ("most runs of a job", shown.most_runs, FAILURES + 1),
+            ("reaped before the dead worker's lease ends", self.reaped_before, 0),
+            ("reaped after that", self.reaped_after, 1),
+            ("run again as attempt", self.attempt, 2),
+        ]
+        lines = [
+            f"{JOBS:,} jobs of {JOB_SECONDS * 1000:g} ms on {SLOTS} slots, one fails {FAILURES} times.",
+            "A worker is killed while it holds another job.",
+            "",
+            *table(
+                ["", "found", "must be"], [[title, f"{found:,}", f"{must_be:,}"] for title, found, must_be in facts]
+            ),
+            "",
+            f"seconds for the {JOBS:,}: {self.seconds:.3f} (ideal {JOBS * JOB_SECONDS / SLOTS:.2f})",
+            f"  the median of {len(all_seconds)}, {min(all_seconds):.3f} to {max(all_seconds):.3f}",
+            f"PostgreSQL {self.server}, fsync {self.fsync}",
+            f"done={shown.done}, {'all' if self.right else 'NOT'} as it should be",
+        ]
+        return "\n".join(lines)
 
     def as_json(self) -> str:
         """For programs."""
@@ -142,20 +152,24 @@ class Facts:
         return json.dumps(facts, indent=2)
 
 
-def run_lab(*, url: sa.URL | None = None, repeat: int = 1) -> Facts:
+def run_lab(*, url: sa.URL | None = None, repeat: int = 1, progress: Progress | None = None) -> Facts:
     """Run the lab.
 
     :param url: the database, in which a schema ``enlist_lab`` is made and dropped; default a server of its own.
     :param repeat: how often to time the 1,000 jobs.
+    :param progress: told how far it is.
     :raises EnlistError: no server or schema could be had, or jobs were not done within a minute.
     """
+    progress = progress or Progress()
+    progress.begin(repeat + 1)
     with scratch(SCHEMA, url) as place:
         with connecting(engine_for(place.url)) as connection:
             server = connection.scalar(sa.text("SHOW server_version"))
             fsync = connection.scalar(sa.text("SHOW fsync"))
         engine = sa.create_engine(place.url, pool_size=SLOTS + 2)
         try:
-            rounds = tuple(_short_jobs(engine) for _ in range(repeat))
+            rounds = tuple(_short_jobs(engine) for _ in progress.rounds(repeat, f"{JOBS:,} short jobs"))
+            progress.step("a job whose worker is killed")
             before, after, attempt = _dying_worker(engine, place.url)
         finally:
             engine.dispose()

@@ -1,4 +1,4 @@
-"""A producer that ``enlist bench wake`` starts as a process: it does what it is told on its standard input.
+"""A producer that ``enlist bench latency`` starts as a process: it does what it is told on its standard input.
 
 A line of JSON is a task, :class:`Task`; the answer is a line of JSON as well.
 """
@@ -10,7 +10,7 @@ import os
 import random
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Final, Literal
 
 import sqlalchemy as sa
@@ -93,11 +93,6 @@ def main() -> None:
         sys.stdout.flush()
     notifier.close_all()
     engine.dispose()
-
-
-def as_line(task: Task) -> str:
-    """The task as a producer is told it."""
-    return json.dumps(asdict(task)) + "\n"
 
 
 if __name__ == "__main__":

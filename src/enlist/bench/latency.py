@@ -1,17 +1,14 @@
-"""``enlist bench wake``: how soon an idle worker starts a job, how exactly at its time, and what telling it costs."""
+"""``enlist bench latency``: how soon an idle worker starts a job, how exactly at its time, what telling costs."""
 
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any, Final, Self
+from dataclasses import asdict, dataclass
+from typing import Any, Final
 
 import sqlalchemy as sa
 from sqlalchemy import event
@@ -22,7 +19,10 @@ from enlist import notifier
 from enlist._cli_database import connecting, engine_for
 from enlist.bench import producer
 from enlist.bench._claim_facts import percentile
-from enlist.bench.producer import Base, Task, as_line, enqueued
+from enlist.bench._processes import Processes
+from enlist.bench._progress import Progress
+from enlist.bench._text import table
+from enlist.bench.producer import Base, Task, enqueued
 from enlist.demo.scratch import scratch
 from enlist.exceptions import EnlistError
 from enlist.handlers import HandlerRegistry
@@ -30,11 +30,14 @@ from enlist.job import Job
 from enlist.models import JobRecord
 from enlist.worker import Worker
 
-__all__ = ["Idle", "Latency", "Throughput", "WakeFacts", "run_wake"]
+__all__ = ["Idle", "Latency", "LatencyFacts", "Throughput", "run_latency"]
 
-SCHEMA: Final = "enlist_bench_wake"
+SCHEMA: Final = "enlist_bench_latency"
 PLAIN: Final = "bench_plain"
 ASYNC: Final = "bench_async"
+
+SORTS: Final = tuple((kind, apart) for apart in (True, False) for kind in (PLAIN, ASYNC))
+"""Of jobs that are enqueued one by one: the handler's kind; whether the producer is a process apart."""
 
 COMMITTERS: Final = 8
 NOTIFIES: Final = ("after_commit", "transaction", None)
@@ -58,10 +61,10 @@ class Latency:
     title: str
     milliseconds: tuple[float, ...]
 
-    def as_text(self) -> str:
-        """For people."""
-        p50, p99 = percentile(self.milliseconds, 50), percentile(self.milliseconds, 99)
-        return f"{self.title:<58} {p50:7.2f} {p99:7.2f} {max(self.milliseconds):7.2f}"
+    def as_cells(self) -> list[str]:
+        """A row of the table, without its goals."""
+        values = (percentile(self.milliseconds, 50), percentile(self.milliseconds, 99), max(self.milliseconds))
+        return [self.title, *(f"{value:.2f}" for value in values)]
 
     def as_dict(self) -> dict[str, float]:
         """For programs."""
@@ -84,14 +87,15 @@ class Throughput:
         rounds = zip(self.by_notify[notify], self.by_notify[None], strict=True)
         return statistics.median(some / most for some, most in rounds)
 
-    def as_text(self) -> str:
-        """For people."""
-        medians = {notify: statistics.median(rates) for notify, rates in self.by_notify.items()}
-        told = [f"{medians[name]:,.0f} with {name!r} ({self.ratio(name):.2f} times)" for name in NOTIFIES if name]
-        return (
-            f"commits/s of {COMMITTERS} processes, a row and a job each: {medians[None]:,.0f} with notify=None,"
-            f" {', '.join(told)} (goal for 'after_commit': at least {COMMITS_GOAL})"
-        )
+    def as_lines(self) -> list[str]:
+        """The table."""
+        rows = [["notify=None", f"{statistics.median(self.by_notify[None]):,.0f}", "", ""]]
+        for name in NOTIFIES:
+            if name is not None:
+                goal = f"{COMMITS_GOAL:g}" if name == "after_commit" else ""
+                rate = f"{statistics.median(self.by_notify[name]):,.0f}"
+                rows.append([f"notify={name!r}", rate, f"{self.ratio(name):.2f}", goal])
+        return table([f"a row and a job a transaction, {COMMITTERS} processes", "commits/s", "ratio", "at least"], rows)
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,7 @@ class Idle:
 
 
 @dataclass(frozen=True)
-class WakeFacts:
+class LatencyFacts:
     """What was measured."""
 
     latencies: tuple[Latency, ...]
@@ -121,14 +125,18 @@ class WakeFacts:
 
     def as_text(self) -> str:
         """For people."""
+        goals = f"{P50_GOAL:g} / {P99_GOAL:g}"
+        rows = [[*latency.as_cells(), goals] for latency in self.latencies]
+        rows.append([*self.due.as_cells(), f"{DUE_GOAL:g}"])
         lines = [
-            f"{'from the return of COMMIT to the handler, in milliseconds':<58} {'p50':>7} {'p99':>7} {'max':>7}",
-            *(latency.as_text() for latency in self.latencies),
-            f"  (goals: p50 {P50_GOAL}, p99 {P99_GOAL})",
-            self.due.as_text(),
-            f"  (goal: {DUE_GOAL:g} at most; the worker polls every {POLL_SECONDS:g} s)",
-            self.throughput.as_text(),
-            f"an idle worker that polls every {self.idle.poll_seconds:g} s sends {self.idle.rate:.2f} statements/s",
+            "How soon an idle worker starts a job: milliseconds from the return of COMMIT, or from the job's time.",
+            "",
+            *table(["", "p50", "p99", "max", "at most"], rows),
+            "",
+            *self.throughput.as_lines(),
+            "",
+            f"The worker polled every {POLL_SECONDS:g} s.",
+            f"An idle one that polls every {self.idle.poll_seconds:g} s sends {self.idle.rate:.2f} statements/s.",
             f"PostgreSQL {self.server}, fsync {self.fsync}",
         ]
         return "\n".join(lines)
@@ -149,7 +157,7 @@ class WakeFacts:
         return json.dumps(facts, indent=2)
 
 
-def run_wake(
+def run_latency(
     *,
     url: sa.URL | None = None,
     jobs: int = 300,
@@ -157,17 +165,22 @@ def run_wake(
     seconds: float = 2.0,
     due_jobs: int = DUE_JOBS,
     idle_seconds: float = IDLE_SECONDS,
-) -> WakeFacts:
+    progress: Progress | None = None,
+) -> LatencyFacts:
     """Measure.
 
-    :param url: the database, in which a schema ``enlist_bench_wake`` is made and dropped; default a server of its own.
+    :param url: the database, in which a schema ``enlist_bench_latency`` is made and dropped; default a server of its
+        own.
     :param jobs: how many to enqueue one by one, of each of four sorts.
     :param repeat: how many rounds of commits, by eight processes at once.
     :param seconds: how long each of them.
     :param due_jobs: how many to enqueue for a time.
     :param idle_seconds: how long to look at a worker that has nothing to do.
+    :param progress: told how far it is.
     :raises EnlistError: no server or schema could be had, or a job was not started in time.
     """
+    progress = progress or Progress()
+    progress.begin(len(SORTS) + 2 + repeat * len(NOTIFIES))
     with scratch(SCHEMA, url) as place, ExitStack() as stack:
         with connecting(engine_for(place.url)) as connection:
             server = connection.scalar(sa.text("SHOW server_version"))
@@ -176,66 +189,24 @@ def run_wake(
         stack.callback(engine.dispose)
         stack.callback(notifier.close_all)
         Base.metadata.create_all(engine)
-        bench = _Bench(engine, stack.enter_context(_Producers(place.url, 1)))
+        bench = _Bench(engine, stack.enter_context(Processes(producer, place.url, 1)))
         with bench.working():
             latencies = tuple(
-                bench.latency(kind, jobs, apart=apart) for apart in (True, False) for kind in (PLAIN, ASYNC)
+                bench.latency(kind, jobs, apart=apart) for kind, apart in progress.each(SORTS, "jobs one by one")
             )
+            progress.step("jobs for a time to come")
             due = bench.due(due_jobs)
-            with _Producers(place.url, COMMITTERS) as committers:
-                throughput = _throughput(committers, repeat, seconds)
+            with Processes(producer, place.url, COMMITTERS) as committers:
+                throughput = _throughput(committers, repeat, seconds, progress)
+        progress.step("a worker with nothing to do")
         idle = bench.idle(idle_seconds)
-    return WakeFacts(latencies, due, throughput, idle, str(server), str(fsync))
-
-
-class _Producers:
-    """Producers in processes of their own."""
-
-    def __init__(self, url: sa.URL, number: int) -> None:
-        environment = {**os.environ, "ENLIST_DATABASE_URL": url.render_as_string(hide_password=False)}
-        self._processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", producer.__name__],
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for _ in range(number)
-        ]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.close()
-        for process in self._processes:
-            process.wait()
-            assert process.stdout is not None
-            process.stdout.close()
-
-    def do(self, task: Task) -> list[Any]:
-        """Have all of them do a task at once; their answers."""
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.write(as_line(task))
-            process.stdin.flush()
-        answers = []
-        for process in self._processes:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            if not line:
-                raise EnlistError(f"a producer has ended with status {process.wait()}: see what it says above")
-            answers.append(json.loads(line))
-        return answers
+    return LatencyFacts(latencies, due, throughput, idle, str(server), str(fsync))
 
 
 class _Bench:
     """A worker in this process that notes when its handlers begin."""
 
-    def __init__(self, engine: sa.Engine, apart: _Producers) -> None:
+    def __init__(self, engine: sa.Engine, apart: Processes) -> None:
         self._engine = engine
         self._apart = apart
         self._started: dict[str, float] = {}
@@ -265,7 +236,7 @@ class _Bench:
 
         def enqueue(number: int) -> dict[str, float]:
             task = Task(kind=kind, jobs=number)
-            found: dict[str, float] = self._apart.do(task)[0] if apart else enqueued(self._engine, task)
+            found: dict[str, float] = self._apart.ask(asdict(task))[0] if apart else enqueued(self._engine, task)
             return found
 
         self._wait_for(enqueue(min(jobs, WARM_UP)))
@@ -277,7 +248,7 @@ class _Bench:
 
     def due(self, jobs: int) -> Latency:
         """Enqueue jobs for times to come."""
-        committed = self._apart.do(Task(kind=PLAIN, jobs=jobs, delays=DUE_SECONDS))[0]
+        committed = self._apart.ask(asdict(Task(kind=PLAIN, jobs=jobs, delays=DUE_SECONDS)))[0]
         self._wait_for(committed)
         with self._engine.connect() as connection:
             ahead = _server_ahead(connection)
@@ -324,11 +295,12 @@ def _server_ahead(connection: sa.Connection) -> float:
     return min(ask() for _ in range(20))[1]
 
 
-def _throughput(committers: _Producers, repeat: int, seconds: float) -> Throughput:
+def _throughput(committers: Processes, repeat: int, seconds: float, progress: Progress) -> Throughput:
     """Let all commit as often as they can, in turn with each way of telling: what slows the machine slows each."""
     rates: dict[str | None, list[float]] = {notify: [] for notify in NOTIFIES}
-    committers.do(Task(seconds=min(seconds, 0.5)))
+    committers.ask(asdict(Task(seconds=min(seconds, 0.5))))
     for _ in range(repeat):
         for notify in NOTIFIES:
-            rates[notify].append(sum(committers.do(Task(seconds=seconds, notify=notify))) / seconds)
+            progress.step(f"commits by {COMMITTERS} processes, notify={notify!r}")
+            rates[notify].append(sum(committers.ask(asdict(Task(seconds=seconds, notify=notify)))) / seconds)
     return Throughput({notify: tuple(found) for notify, found in rates.items()})
