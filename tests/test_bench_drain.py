@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 from enlist import ConfigurationError, EnlistError, InvalidOption, JobRepository
 from enlist.bench import _drain_side, drainer
 from enlist.bench._drain_facts import Drain, DrainFacts, RowFacts, SideFacts
-from enlist.bench._drain_rows import STATES
+from enlist.bench._drain_rows import STATES, Row
 from enlist.bench._drain_side import Side
 from enlist.bench._processes import Processes
 from enlist.bench._progress import Progress
@@ -106,7 +106,7 @@ def test_a_fact_that_is_off_is_said(off: dict[str, int], said: str, which: str) 
 @pytest.mark.slow
 def test_all_is_measured_and_nothing_is_left(database_url: URL, observer: Observer) -> None:
     # By a role that may make a schema, and nothing else that it takes.
-    observer.execute(f'GRANT CREATE ON DATABASE "{database_url.database}" TO pg_monitor')  # type: ignore[arg-type]
+    observer.execute(f'GRANT CREATE ON DATABASE "{database_url.database}" TO pg_monitor')
     facts = run_drain(
         url=database_url.update_query_dict({"options": "-crole=pg_monitor"}),
         jobs=40,
@@ -153,6 +153,49 @@ def test_what_is_not_there_is_not_measured() -> None:
         run_drain(states=["noop"])
     with pytest.raises(InvalidOption, match="slots is 0: it must be above 0"):
         run_drain(slots=0)
+
+
+class Watching(Progress):
+    """Looks, each time that it is told how far a drain is, which transactions are idle."""
+
+    def __init__(self, observer: Observer) -> None:
+        super().__init__()
+        self._observer = observer
+        self.idle: list[int] = []
+
+    def within(self, share: float) -> None:
+        assert 0 <= share <= 1
+        self.idle.append(self._observer.scalar(IDLE))
+
+
+IDLE = """
+SELECT count(*) FROM pg_stat_activity
+WHERE datname = current_database() AND state = 'idle in transaction' AND backend_xmin IS NOT NULL
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", STATES, ids=lambda row: row.name)
+def test_the_table_is_in_its_state_for_each_drain(
+    database_url: URL, observer: Observer, engine: Engine, row: Row
+) -> None:
+    enqueue(engine, 3)  # what somebody else has left
+    expected = {"done": 7, "queued": 30} if row.name == "future" else {"done": 37}
+    with Side(database_url, row.way, 1, 2, state=row.state, number=30) as side:
+        side.warm_up(4)
+        for _ in range(2):
+            watching = Watching(observer)
+            assert side.drain(7, watching).right
+            counts = dict(observer.rows("SELECT status, count(*) FROM enlist_job GROUP BY status"))
+            assert counts == expected
+            if row.name == "pinned":
+                assert min(watching.idle) >= 1
+    assert observer.scalar("SELECT reloptions @> '{autovacuum_enabled=off}' FROM pg_class WHERE relname = 'enlist_job'")
+    assert not observer.scalar(
+        "SELECT count(*) FROM enlist_job WHERE status = 'queued' AND run_at < now() + '20 hours'"
+    )
+    # The filling is as measured jobs are, but older.
+    assert observer.scalar("SELECT count(DISTINCT (kind, queue)) FROM enlist_job") == 1
 
 
 # -- a worker process, in this one -------------------------------------------------------------------------------

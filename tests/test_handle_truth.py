@@ -14,7 +14,7 @@ from psycopg import sql
 from sqlalchemy import URL, Engine, event
 from sqlalchemy.orm import Session
 
-from enlist import JobHandle, JobRecord, JobRepository, JobState, SessionError
+from enlist import JobHandle, JobRecord, JobRepository, JobState, SessionError, _transactions
 from tests.jobs import Note, state_of, texts
 from tests.shop import Order
 from tests.support import Observer
@@ -266,15 +266,16 @@ def test_what_fails_before_anything_is_sent_is_discarded(engine: Engine, observe
     assert texts(observer) == []
 
 
-def test_a_transaction_without_jobs_is_not_listened_to(engine: Engine) -> None:
+def test_of_a_transaction_without_jobs_nothing_is_kept(engine: Engine) -> None:
     with Session(engine) as session:
         connection = session.connection()
-        assert not list(connection.dispatch.before_cursor_execute)
+        session.execute(sa.text("SELECT 1"))
+        assert connection not in _transactions._open
         repo.enqueue(session, Note())
         session.flush()
-        assert len(list(connection.dispatch.before_cursor_execute)) == 1
+        assert connection in _transactions._open
         session.commit()
-        assert not list(connection.dispatch.before_cursor_execute)
+        assert connection not in _transactions._open
 
 
 def test_a_copy_of_a_handle_is_the_handle(engine: Engine) -> None:

@@ -11,6 +11,7 @@ from sqlalchemy import URL
 from enlist import ConfigurationError
 from enlist.bench.lab import Facts, Round, run_lab
 from tests.support import Observer
+from tests.support.pgbouncer import PgBouncer
 
 RIGHT = Facts(
     rounds=(Round(1000, 1000, 1, 3, 0.5), Round(1000, 1000, 1, 3, 0.3), Round(1000, 1000, 1, 3, 0.4)),
@@ -39,6 +40,16 @@ def test_a_schema_that_is_there_is_left_alone(database_url: URL, observer: Obser
     with pytest.raises(ConfigurationError, match="has a schema 'enlist_lab' already"):
         run_lab(url=database_url)
     assert observer.scalar("SELECT to_regclass('enlist_lab.mine') IS NOT NULL")
+
+
+@pytest.mark.pgbouncer
+def test_connections_that_are_in_another_schema_are_refused(database_url: URL, observer: Observer) -> None:
+    with (
+        PgBouncer(database_url, ignore_startup_parameters="options") as bouncer,
+        pytest.raises(ConfigurationError, match="is in the schema 'public' instead of 'enlist_lab'; behind PgBouncer"),
+    ):
+        run_lab(url=bouncer.url)
+    assert not observer.scalar("SELECT count(*) FROM pg_namespace WHERE nspname = 'enlist_lab'")
 
 
 def test_the_facts_as_text_and_json() -> None:

@@ -236,9 +236,7 @@ class Claimer:
         taken.sort(key=_place)
         return taken
 
-    def _claim(
-        self, taken: list[Run], demands: list[Demand], *, careful: bool, whole: bool, all_asked: bool
-    ) -> None:
+    def _claim(self, taken: list[Run], demands: list[Demand], *, careful: bool, whole: bool, all_asked: bool) -> None:
         """Claim once, what comes after the marks or of all, and add it to what is taken.
 
         :param all_asked: whether it is for all queues that have slots free: what it takes time tells of the marks.
@@ -332,18 +330,18 @@ class Claimer:
         """Claim jobs with a concurrency key, for free slots only: one that waits here would hold its key idly."""
         limits = {demand.queue: demand.free for demand in demands}
         places: Counter[str] = Counter()
-        placed = []
-        for row in sorted([*seen, *plain], key=_place):
-            places[row.queue] += 1
-            if places[row.queue] > limits[row.queue]:
-                if row.concurrency_key is not None:
-                    self._left.add(row.queue)
-                continue
-            if row.concurrency_key is None:
-                limits[row.queue] -= 1
-                places[row.queue] -= 1
+        placed: list[sa.Row[Any]] = []
+        line: list[Run | sa.Row[Any]] = [*seen, *plain]
+        for job in sorted(line, key=_place):
+            places[job.queue] += 1
+            if places[job.queue] > limits[job.queue]:
+                if not isinstance(job, Run):
+                    self._left.add(job.queue)
+            elif isinstance(job, Run):
+                limits[job.queue] -= 1
+                places[job.queue] -= 1
             else:
-                placed.append(row)
+                placed.append(job)
         if not placed:
             return []
         parameters = {
@@ -375,7 +373,7 @@ class Claimer:
     def _hold(self, rows: Sequence[sa.Row[Any]], asked: float) -> list[Run]:
         """Have the leases of claimed jobs renewed from now on; return them in their order."""
         ends = asked + self._lease.total_seconds()
-        runs = [Run.of(row, self._handlers[row[1]], ends, self._worker) for row in rows]
+        runs = [Run.of(row, self._handlers[row.kind], ends, self._worker) for row in rows]
         self._leases.add(*runs)
         if self._others is not None:
             self._keyed |= {run: run.concurrency_key for run in runs if run.concurrency_key is not None}

@@ -63,7 +63,7 @@ def _url_of(database_url: str | None) -> sa.URL | None:
 @contextmanager
 def _progress(*, as_json: bool) -> Iterator[Progress]:
     """Have the log say nothing but errors (that a job fails is what some are about), and show how far it is."""
-    from enlist.bench._progress import progress_of_command  # noqa: PLC0415 - of another extra
+    from enlist.bench._progress import progress_of_command  # noqa: PLC0415 - bars take a while to import
 
     configure_logging(LogLevel.ERROR)
     with progress_of_command(as_json=as_json) as progress:

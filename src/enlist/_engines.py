@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final, TypeAlias, cast
@@ -74,7 +75,8 @@ class SyncSessions:
             raise ConfigurationError(
                 f"a worker's scoped_session must be made from a sessionmaker, not from {factory!r}"
             )
-        self._make = partial(made.class_, **made.kw)  # a quarter less than the sessionmaker takes for each session
+        # A quarter less than the sessionmaker takes for each session.
+        self._make: Callable[[], GuardedSession] = partial(cast("Any", made.class_), **made.kw)
         engine = _engine_of(made.kw.get("bind"), "sync_bind")
         assert isinstance(engine, sa.Engine)
         _check_pool_of_handlers(engine)
@@ -85,7 +87,7 @@ class SyncSessions:
 
     def open(self) -> GuardedSession:
         """A session for one attempt; in the application's scoped_session as well, if the worker was given one."""
-        session: GuardedSession = self._make()
+        session = self._make()
         self.used.add(session)
         if self._scoped is not None:
             self._scoped.registry.set(session)
@@ -126,13 +128,13 @@ class AsyncSessions:
         self.engine = _copy(source)
         plain = keywords.pop("sync_session_class", None) or factory.class_.sync_session_class
         made = async_sessionmaker(self.engine, class_=factory.class_, sync_session_class=guarded(plain), **keywords)
-        self._make = partial(made.class_, **made.kw)
+        self._make: Callable[[], AsyncSession] = partial(cast("Any", made.class_), **made.kw)
         self._scoped = bind if isinstance(bind, async_scoped_session) else None
         self.used: set[GuardedSession] = set()
         """What handlers have now."""
 
     def open(self) -> AsyncSession:
-        session: AsyncSession = self._make()
+        session = self._make()
         self.used.add(cast("GuardedSession", session.sync_session))
         if self._scoped is not None:
             self._scoped.registry.set(session)
@@ -162,10 +164,16 @@ class AsyncSessions:
         await self.engine.dispose()
 
 
+class _Copy(sa.Engine):
+    """An engine whose listeners are another's: those of the class Engine are among them, and not to be called twice."""
+
+    _sa_propagate_class_events = False
+
+
 def _copy(source: AsyncEngine) -> AsyncEngine:
     """The same engine with a pool of its own."""
     sync = source.sync_engine
-    engine = sa.Engine(
+    engine = _Copy(
         sync.pool.recreate(),
         sync.dialect,
         sync.url,

@@ -14,6 +14,11 @@ from enlist._log import Log
 from enlist._runner import Runner
 from enlist._threads import DaemonExecutor, Threads
 
+try:
+    import uvloop
+except ImportError:
+    uvloop = None  # type: ignore[assignment,unused-ignore]
+
 if TYPE_CHECKING:
     import datetime as dt
     from collections.abc import Coroutine
@@ -95,7 +100,7 @@ class Executor:
     def loop(self) -> asyncio.AbstractEventLoop:
         """The event loop of the async handlers; begun for an async lifespan where there are none."""
         if self._loop is None:
-            self._loop = asyncio.new_event_loop()
+            self._loop = asyncio.new_event_loop() if uvloop is None else uvloop.new_event_loop()
             self._loop.set_default_executor(DaemonExecutor(ASYNC_HANDLERS_THREADS))
             self._loop_thread = threading.Thread(target=self._run_loop, name="enlist-async", daemon=True)
             self._loop_thread.start()

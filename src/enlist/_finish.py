@@ -123,8 +123,8 @@ def _connection(session: Session, guard: Guard) -> sa.Connection:
     guard.check_roots()
     session.flush()
     # The UPDATE, for sessions that send reads elsewhere, and tell them by the statement.
-    write = sa.update(guard.statements.table)
-    connection = session.connection(bind_arguments={"mapper": sa.inspect(guard.record), "clause": write})
+    arguments = {"mapper": sa.inspect(guard.record), "clause": guard.statements.written}
+    connection = session.connection(bind_arguments=arguments)
     guard.check_connections()
     for other in [used for used, _ in guard.roots if used is not connection]:
         _check_failed(other)

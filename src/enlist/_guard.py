@@ -101,8 +101,8 @@ class Guard:
             " leave it to enlist: return to commit, raise to roll back, use begin_nested() for a savepoint"
         )
 
-    def refuse_ending_statement(self, connection: Any, _cursor: Any, statement: str, *_rest: Any) -> None:
-        """Refuse SQL text that would end the transaction behind SQLAlchemy's back; a connection's listener.
+    def refuse_ending_statement(self, connection: sa.Connection, statement: str) -> None:
+        """Refuse SQL text that would end the transaction behind SQLAlchemy's back.
 
         What could not be seen beforehand (several statements in one text, the driver's own commit) is noticed now:
         the driver would begin another transaction with this statement.
@@ -152,9 +152,6 @@ class Guard:
     def detach(self) -> None:
         """The same, and stop listening to those that are not closed after the attempt."""
         self.forget()
-        for connection, _ in self.roots:
-            if event.contains(connection, "before_cursor_execute", self.refuse_ending_statement):
-                event.remove(connection, "before_cursor_execute", self.refuse_ending_statement)
 
     def holds_lock(self, connection: sa.Connection) -> bool:
         """Whether the row must be locked for the whole transaction."""
@@ -174,6 +171,13 @@ def _refusing(connection: sa.Connection) -> Guard | None:
 
 # Each of these is on the class, once: a listener for each connection takes 18 us. What refuses a commit rolls back
 # first: SQLAlchemy takes the transaction to be over then, and would give the connection back in it.
+
+
+@event.listens_for(sa.Engine, "before_cursor_execute")
+def _refuse_ending_statement(connection: sa.Connection, _cursor: Any, statement: str, *_rest: Any) -> None:
+    """Refuse ``session.execute(text("COMMIT"))``."""
+    if (guard := _refusing(connection)) is not None:
+        guard.refuse_ending_statement(connection, statement)
 
 
 @event.listens_for(sa.Engine, "commit")

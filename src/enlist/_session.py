@@ -200,7 +200,6 @@ def _after_begin(session: GuardedSession, transaction: SessionTransaction, conne
         )
     if not transaction.nested:
         guard.roots += ((connection, connection.get_transaction()),)
-        event.listen(connection, "before_cursor_execute", guard.refuse_ending_statement)
         GUARDS[connection] = guard
     # Only on the job's own database: a session may write to others as well.
     if guard.holds_lock(connection) and _is_jobs_bind(session, guard, connection) and not transaction.nested:
@@ -211,7 +210,7 @@ def _after_begin(session: GuardedSession, transaction: SessionTransaction, conne
 
 
 def _is_jobs_bind(session: Session, guard: Guard, connection: sa.Connection) -> bool:
-    bind = session.get_bind(mapper=sa.inspect(guard.record), clause=sa.update(guard.statements.table))
+    bind = session.get_bind(mapper=sa.inspect(guard.record), clause=guard.statements.written)
     return (bind.engine if isinstance(bind, sa.Connection) else bind) is connection.engine
 
 

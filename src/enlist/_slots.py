@@ -16,10 +16,8 @@ from enlist.job import Signals
 if TYPE_CHECKING:
     import asyncio
     import uuid
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from collections.abc import Set as AbstractSet
-
-    import sqlalchemy as sa
 
     from enlist._groups import Group
     from enlist.handlers import Handler
@@ -88,7 +86,7 @@ class Run:
     signals: Signals = field(default_factory=Signals)
 
     @classmethod
-    def of(cls, row: sa.Row[Any], handler: Handler, lease_ends: float, worker: str = "") -> Run:
+    def of(cls, row: Sequence[Any], handler: Handler, lease_ends: float, worker: str = "") -> Run:
         """Make it of what a claim has returned."""
         # By position, a tenth of what names cost: as the statements' `_returned` has the columns.
         id_, kind, queue, priority, attempt, most, lost, key, token, version, due, age, payload, meta = row

@@ -92,7 +92,8 @@ class StallWatch:
         task: asyncio.Task[Any] | None = asyncio.current_task(self._event_loop)
         frame = sys._current_frames().get(self._thread)
         where = "".join(traceback.format_stack(frame, FRAMES)) if frame is not None else ""
-        run = next((run for run in self._leases.all() if run.task is not None and run.task is task), None)
+        # Several may have had the task, one after the other.
+        run = next((run for run in self._leases.all() if run.in_handler and run.task is task), None)
         return run, where or "unknown"
 
     def _tell(self, stall: _Stall, seconds: float, *, over: bool) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from enlist.demo.server import EmbeddedServer
 from tests.peers.machine import SETTINGS, Meter, server_version
@@ -32,11 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     peers, measures = options.peers.split(","), options.measures.split(",")
     for unknown in [*set(peers) - set(NAMES), *set(measures) - set(MEASURES)]:
         parser.error(f"there is no {unknown!r}: peers are {', '.join(NAMES)}; measures are {', '.join(MEASURES)}")
-    overrides: dict[str, dict[str, object]] = {}
-    for setting in options.set:
-        peer, _, rest = setting.partition(".")
-        name, _, value = rest.partition("=")
-        overrides.setdefault(peer, {})[name] = json.loads(value)
+    try:
+        overrides = _overrides(options.set)
+    except ValueError as error:
+        parser.error(str(error))
     with EmbeddedServer(settings=SETTINGS) as server:
         run = Run(Meter(server.pid), options.jobs, progress, overrides)
         results = measure(server.url(), run, peers, measures, options.rounds)
@@ -44,6 +45,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json is not None:
         options.json.write_text(json.dumps(as_dict(results), indent=2) + "\n")
     return results.status
+
+
+def _overrides(settings: Sequence[str]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for setting in settings:
+        match = re.fullmatch(r"([\w-]+)\.(\w+)=(.+)", setting)
+        if match is None or match[1] not in NAMES:
+            raise ValueError(f"a setting is PEER.NAME=VALUE, such as pgqueuer.batch_size=500, not {setting!r}")
+        found.setdefault(match[1], {})[match[2]] = json.loads(match[3])
+    return found
 
 
 def progress(line: str) -> None:

@@ -68,8 +68,10 @@ class Workers:
                 raise Failed(f"the workers were not ready in {READY_SECONDS:.0f} s{self._said()}")
             time.sleep(LOOK_SECONDS)
 
-    def check(self) -> None:
-        """Raise :class:`Failed` if one has died."""
+    def check(self, began: float | None = None, what: str = "") -> None:
+        """Raise :class:`Failed` if one has died, or ``what`` has lasted for too long since the drain began."""
+        if began is not None and time.monotonic() - began > PATIENCE_SECONDS:
+            raise Failed(f"{what} in {PATIENCE_SECONDS:.0f} s{self._said()}")
         for process in self._processes:
             if process.poll() is not None:
                 raise Failed(f"a worker ended with status {process.returncode}{self._said()}")
@@ -87,7 +89,7 @@ class Workers:
             self.peak_rss_bytes = max(self.peak_rss_bytes, peak)
 
     def _said(self) -> str:
-        lines = self._log.read_text(errors="replace").strip().splitlines()
+        lines = self._log.read_text(errors="replace").strip().splitlines() if self._log.exists() else []
         return f": {lines[-1]}" if lines else ""
 
 
@@ -125,11 +127,11 @@ def drain(
     wal, before, own = _wal(connection), meter.read(), time.process_time()
     began = time.monotonic()
     started.board.start()
-    while 0 in started.board.runs(jobs):
-        _check(started, began, "not all jobs were run")
+    while left := started.board.runs(jobs).count(0):
+        started.check(began, f"{left} of {jobs} jobs were not run")
         time.sleep(LOOK_SECONDS)
     while (took := _time_of(connection, f"SELECT {unfinished}")) is not None:
-        _check(started, began, "not all jobs were recorded as done")
+        started.check(began, "not all jobs were recorded as done")
         time.sleep(max(2 * LOOK_SECONDS, 2 * took))  # a look costs the server something too
     seconds = time.monotonic() - began
     wal = _wal(connection) - wal
@@ -153,12 +155,6 @@ def _peak_rss_bytes(pid: int) -> int:
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
     return 0
-
-
-def _check(started: Workers, began: float, what: str) -> None:
-    started.check()
-    if time.monotonic() - began > PATIENCE_SECONDS:
-        raise Failed(f"{what} in {PATIENCE_SECONDS:.0f} s")
 
 
 def _time_of(connection: psycopg.Connection[Any], question: LiteralString) -> float | None:

@@ -30,7 +30,7 @@ SETTINGS: Final = {
 QUIET_CORES: Final = 0.3
 """Less than that of other programs is quiet."""
 
-PATIENCE_SECONDS: Final = 6.0
+PATIENCE_SECONDS: Final = 3.0
 SAMPLE_SECONDS: Final = 0.3
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol
@@ -203,8 +203,11 @@ def url_of(connection: Connection) -> sa.URL:
     return sa.URL.create("postgresql+psycopg", info.user, info.password or None, database=info.dbname, query=place)
 
 
-def run(coroutine: Any) -> None:
-    """Run on uvloop's event loop."""
-    import uvloop
-
-    uvloop.run(coroutine)
+def run(coroutine: Coroutine[Any, Any, None]) -> None:
+    """Run on uvloop's event loop. Where it is not installed, as for the tests of this package, on asyncio's."""
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(coroutine)
+    else:
+        uvloop.run(coroutine)

@@ -34,7 +34,7 @@ class Run:
     """Is told what was found, what goes wrong, and what disturbs."""
     overrides: Mapping[str, Settings] = field(default_factory=dict)
     """By the peer, settings to try in place of its own."""
-    patience: float = 6.0
+    patience: float = 3.0
     """How many seconds other programs may take to become quiet."""
 
 

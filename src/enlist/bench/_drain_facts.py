@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from enlist.bench._text import table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 __all__ = ["Drain", "DrainFacts", "RowFacts", "SideFacts"]
 
@@ -42,11 +42,6 @@ class Drain:
     """Jobs that have such a row."""
 
     @property
-    def rate(self) -> float:
-        """Jobs a second."""
-        return self.jobs / self.seconds
-
-    @property
     def right(self) -> bool:
         """Whether every job is done and was run once, and has one row if its handler inserts any."""
         counts = {self.done, self.runs, self.distinct, self.rows, self.distinct_rows} - {None}
@@ -60,47 +55,43 @@ class Drain:
 
 @dataclass(frozen=True)
 class SideFacts:
-    """The drains of one table by the same number of processes, one for each round."""
+    """The drains of one table by the same number of processes, one for each round; so are the figures."""
 
     processes: int
     drains: tuple[Drain, ...]
 
-    def median(self, value: Callable[[Drain], float]) -> float:
-        """Of the rounds."""
-        return statistics.median(value(drain) for drain in self.drains)
-
     @property
     def rates(self) -> list[float]:
-        """Jobs a second, of each round."""
-        return [drain.rate for drain in self.drains]
+        """Jobs a second."""
+        return [drain.jobs / drain.seconds for drain in self.drains]
 
     @property
-    def cpu_us(self) -> float:
+    def cpu_us(self) -> list[float]:
         """Microseconds of CPU a job, of all worker processes together."""
-        return self.median(lambda drain: drain.cpu_seconds * 1e6 / drain.jobs)
+        return [drain.cpu_seconds * 1e6 / drain.jobs for drain in self.drains]
 
     @property
-    def wal_bytes(self) -> float:
+    def wal_bytes(self) -> list[float]:
         """Bytes of WAL a job."""
-        return self.median(lambda drain: drain.wal_bytes / drain.jobs)
+        return [drain.wal_bytes / drain.jobs for drain in self.drains]
 
     def as_cells(self, title: str, ratio: str) -> list[str]:
         """A row of the table."""
-        rates = (self.median(lambda drain: drain.rate), min(self.rates), max(self.rates))
-        numbers = (self.drains[0].jobs, *rates, self.cpu_us, self.wal_bytes)
+        rates = (statistics.median(self.rates), min(self.rates), max(self.rates))
+        numbers = (self.drains[0].jobs, *rates, statistics.median(self.cpu_us), statistics.median(self.wal_bytes))
         return [title, *(f"{number:,.0f}" for number in numbers), ratio]
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {
-            "processes": self.processes,
-            "jobs": self.drains[0].jobs,
-            "jobs_per_second": round(self.median(lambda drain: drain.rate), 1),
-            "jobs_per_second_of_rounds": [round(rate, 1) for rate in self.rates],
-            "cpu_us_per_job": round(self.cpu_us, 1),
-            "wal_bytes_per_job": round(self.wal_bytes, 1),
-            "right": all(drain.right for drain in self.drains),
-        }
+        found: dict[str, Any] = {"processes": self.processes, "jobs": self.drains[0].jobs}
+        for name, values in (
+            ("jobs_per_second", self.rates),
+            ("cpu_us_per_job", self.cpu_us),
+            ("wal_bytes_per_job", self.wal_bytes),
+        ):
+            found[name] = round(statistics.median(values), 1)
+            found[f"{name}_of_rounds"] = [round(value, 1) for value in values]
+        return found | {"right": all(drain.right for drain in self.drains)}
 
 
 @dataclass(frozen=True)

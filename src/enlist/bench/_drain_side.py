@@ -191,13 +191,13 @@ class _Clock:
         start = last = self._look().runs
         while True:
             found, now = self._look(), time.perf_counter()
+            self._progress.within(found.runs / self._of)
             if found.runs >= self._enqueued and not found.in_hand and self.done() >= self._enqueued:
                 return now
             if found.runs != last:
                 last, changed = found.runs, now
             elif now - changed > STALLED_SECONDS:
                 return now
-            self._progress.within(found.runs / self._of)
             left = (now - began) * (self._enqueued - found.runs) / max(found.runs - start, 1)
             time.sleep(min(max(left / 2, SHORTEST_PAUSE), LONGEST_PAUSE))
 

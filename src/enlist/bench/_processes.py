@@ -50,9 +50,9 @@ class Processes:
             with suppress(BrokenPipeError):  # it has ended, and left something unread
                 process.stdin.close()
         for process in self._processes:
-            process.wait()
             assert process.stdout is not None
-            process.stdout.close()
+            process.stdout.close()  # first: one that has much to say would wait for a reader
+            process.wait()
 
     def ask(self, task: dict[str, Any]) -> list[Any]:
         """Have all of them do a task at once; their answers.

@@ -61,7 +61,7 @@ def run_drain(
             raise InvalidOption(f"{what} is {value!r}: it must be above 0")
     chosen = [*_chosen("row", ROWS, rows, all_of_them=not states), *_chosen("state", STATES, states)]
     progress = progress or Progress()
-    progress.begin(repeat * sum(2 if row.beside else 1 for row in chosen))
+    progress.begin((1 + repeat) * sum(2 if row.beside else 1 for row in chosen))
     with scratch(SCHEMA, url, settings=SETTINGS) as place, scratch(STATE_SCHEMA, place.url) as other:
         with connecting(engine_for(place.url)) as connection:
             server = connection.scalar(sa.text("SHOW server_version"))
@@ -101,17 +101,19 @@ class _Measuring:
         title = row.title.format(processes=processes, number=number)
         jobs = max(round(self.jobs * row.share), 1)
         with ExitStack() as stack:
-            sides = [stack.enter_context(self._side(row, processes, row.state, number))]
+            sides = {title: stack.enter_context(self._side(row, processes, row.state, number))}
             if row.beside:
-                sides.append(stack.enter_context(self._side(row, 1 if row.several else processes)))
-            for side in sides:
+                other = self._side(row, 1 if row.several else processes)
+                sides[f"{title} ({row.beside}, in turn)"] = stack.enter_context(other)
+            for what, side in sides.items():
+                self.progress.step(f"{what}: getting ready")
                 side.warm_up(jobs)
-            drains: list[list[Drain]] = [[] for _ in sides]
+            drains: dict[str, list[Drain]] = {what: [] for what in sides}
             for _ in range(self.repeat):
-                for side, found, suffix in zip(sides, drains, ("", f" ({row.beside}, in turn)"), strict=False):
-                    self.progress.step(title + suffix)
-                    found.append(side.drain(jobs, self.progress))
-        facts = [SideFacts(side.processes, tuple(found)) for side, found in zip(sides, drains, strict=True)]
+                for what, side in sides.items():
+                    self.progress.step(what)
+                    drains[what].append(side.drain(jobs, self.progress))
+        facts = [SideFacts(side.processes, tuple(drains[what])) for what, side in sides.items()]
         return RowFacts(row.name, title, facts[0], row.beside, facts[1] if row.beside else None)
 
     def _side(self, row: Row, processes: int, state: State | None = None, number: int = 0) -> Side:

@@ -41,7 +41,7 @@ def scratch(
     :param url: a PostgreSQL to use; default a new embedded server, in a temporary directory.
     :param keep: don't remove it.
     :param settings: for the embedded server.
-    :raises ConfigurationError: the schema exists already.
+    :raises ConfigurationError: the schema exists already, or connections don't get to it.
     :raises EnlistError: the database cannot be reached, or no server be started.
     """
     if url is None:
@@ -52,6 +52,7 @@ def scratch(
     own = _with_search_path(url, name)
     _create_schema(url, name)
     try:
+        _check_search_path(own, name)
         _migrate(own)
         yield Scratch(own, f"DROP SCHEMA {name} CASCADE", own_server=False)
     finally:
@@ -62,6 +63,20 @@ def scratch(
 def _migrate(url: sa.URL) -> None:
     with connecting(engine_for(url)) as connection:
         migrate(connection)
+
+
+def _check_search_path(url: sa.URL, schema: str) -> None:
+    """Refuse connections that are in another schema: tables are emptied here that would be the application's.
+
+    PgBouncer can be told to ignore the connection's options (``ignore_startup_parameters``).
+    """
+    with connecting(engine_for(url)) as connection:
+        found = connection.scalar(sa.select(sa.func.current_schema()))
+    if found != schema:
+        raise ConfigurationError(
+            f"{shown_url(url)}: the connection's options are ignored, so that it is in the schema {found!r} instead of"
+            f" {schema!r}; behind PgBouncer, give the address of the server itself"
+        )
 
 
 def _with_search_path(url: sa.URL, schema: str) -> sa.URL:

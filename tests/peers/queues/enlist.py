@@ -15,10 +15,8 @@ from sqlalchemy.orm import Session
 from enlist import HandlerRegistry, Job, JobPayload, JobRepository, Worker, notifier
 from enlist.migrations import migrate
 from tests.peers.domain import INSERT, Order
-from tests.peers.peer import Connection, Load, Settings, Work
+from tests.peers.peer import Connection, Load, Producer, Settings, Work
 
-SLOTS: Final = 10
-GROUP: Final = 100
 BULK: Final = 20_000
 """Jobs of one ``enqueue_many``, and of one transaction."""
 
@@ -41,7 +39,9 @@ class Enlist:
         self.is_async = is_async
 
     def settings(self, load: Load) -> Settings:
-        return {"slots": load.slots or SLOTS, "commit_every": GROUP if load.name == "insert-grouped" else 1}
+        if load.name == "insert-grouped":  # each slot has a group: more of them are only more threads
+            return {"slots": 2, "commit_every": 200}
+        return {"slots": load.slots or 10, "commit_every": 1}
 
     def install(self, url: sa.URL) -> None:
         engine = sa.create_engine(url, poolclass=sa.NullPool)
@@ -94,13 +94,16 @@ class Enlist:
         worker.run()
 
     @asynccontextmanager
-    async def producer(self, url: sa.URL) -> AsyncIterator[_Producer]:
-        engine = sa.create_engine(url)
-        try:
+    async def producer(self, url: sa.URL) -> AsyncIterator[Producer]:
+        if self.is_async:
+            async_engine = create_async_engine(url)
+            yield _AsyncProducer(async_engine)
+            await async_engine.dispose()
+        else:
+            engine = sa.create_engine(url)
             yield _Producer(engine)
-        finally:
-            notifier.close_all()
             engine.dispose()
+        notifier.close_all()
 
 
 def _plain_handler(work: Work) -> Callable[[Session, Job[Numbered]], None]:
@@ -144,6 +147,8 @@ def _async_handler(work: Work) -> Callable[[AsyncSession, Job[Numbered]], Awaita
 
 
 class _Producer:
+    """With a Session. Nothing else runs on the event loop that it blocks."""
+
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
         self._repo = JobRepository()
@@ -156,15 +161,43 @@ class _Producer:
     async def ten(self) -> None:
         with Session(self._engine) as session:
             session.add(Order(note="ten jobs"))
-            self._repo.enqueue_many(session, [Numbered(number=number) for number in range(10)])
+            self._repo.enqueue_many(session, _many(range(10)))
             session.commit()
 
     async def bulk(self, jobs: int) -> None:
         for first in range(0, jobs, BULK):
             with Session(self._engine) as session:
-                numbers = range(first, min(first + BULK, jobs))
-                self._repo.enqueue_many(session, [Numbered(number=number) for number in numbers])
+                self._repo.enqueue_many(session, _many(range(first, min(first + BULK, jobs))))
                 session.commit()
+
+
+class _AsyncProducer:
+    """With an AsyncSession."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+        self._repo = JobRepository()
+
+    async def one(self, number: int) -> None:
+        async with AsyncSession(self._engine) as session:
+            self._repo.enqueue(session, Numbered(number=number))
+            await session.commit()
+
+    async def ten(self) -> None:
+        async with AsyncSession(self._engine) as session:
+            session.add(Order(note="ten jobs"))
+            self._repo.enqueue_many(session, _many(range(10)))
+            await session.commit()
+
+    async def bulk(self, jobs: int) -> None:
+        for first in range(0, jobs, BULK):
+            async with AsyncSession(self._engine) as session:
+                self._repo.enqueue_many(session, _many(range(first, min(first + BULK, jobs))))
+                await session.commit()
+
+
+def _many(numbers: range) -> list[Numbered]:
+    return [Numbered(number=number) for number in numbers]
 
 
 PEERS = (Enlist("enlist", is_async=False), Enlist("enlist-async", is_async=True))

@@ -1,0 +1,237 @@
+"""What makes small jobs quick changes nothing else: tasks that several share, sessions that nobody has used."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import gc
+import time
+import uuid
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, event, text
+from sqlalchemy.exc import InvalidRequestError
+from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Session
+
+from enlist import HandlerRegistry, Job, Worker, _executor
+from enlist._slots import Run, Slots
+from enlist._statements import CLAIM_LIMIT
+from enlist.handlers import Handler
+from tests.shop import Effect
+from tests.support import Observer
+from tests.support.jobs import Jobs
+
+LOOPS = ["asyncio", "uvloop"]
+ONE_SLOT = {"default": 1}
+
+
+@pytest.fixture
+def jobs(observer: Observer) -> Jobs:
+    return Jobs(observer)
+
+
+def make_run() -> Run:
+    handler = Handler("work", print, None, is_async=False)
+    return Run(
+        uuid.uuid4(), 1, "work", "default", 1, 20, "{}", "{}", handler, keyed=False, careful=False, lease_ends=0.0
+    )
+
+
+@pytest.fixture(params=LOOPS)
+def loop_class(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The event loop of the async handlers: with uvloop installed, and without."""
+    name: str = request.param
+    if name == "asyncio":
+        monkeypatch.setattr(_executor, "uvloop", None)
+    return name
+
+
+# -- async jobs share a task -----------------------------------------------------------------------------------
+
+
+def test_a_context_variable_is_not_the_next_jobs(engine: Engine, jobs: Jobs) -> None:
+    variable: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
+    seen: list[int] = []
+    handlers = HandlerRegistry()
+
+    @handlers.handler("work")
+    async def work(session: AsyncSession, job: Job[Any]) -> None:
+        seen.append(variable.get())
+        if job.payload["sets"]:
+            variable.set(1)
+
+    jobs.add_many("work", [{"sets": number % 3 == 0} for number in range(300)])
+    Worker(engine, handlers, queues=ONE_SLOT).drain(20)
+    assert seen == [0] * 300
+
+
+def test_a_handler_that_cancels_its_own_task_does_not_cancel_the_next(engine: Engine, jobs: Jobs) -> None:
+    handlers = HandlerRegistry()
+
+    @handlers.handler("work")
+    async def work(session: AsyncSession, job: Job[Any]) -> None:
+        if job.payload["cancels"]:
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+        else:
+            await asyncio.sleep(0)
+
+    ids = jobs.add_many("work", [{"cancels": number % 3 == 0} for number in range(60)])
+    Worker(engine, handlers, queues=ONE_SLOT).drain(20)
+    assert [jobs.row(job_id)["attempt"] for job_id in ids] == [1] * 60
+    assert jobs.counts() == {"done": 60}
+
+
+def test_handlers_that_wait_for_nothing_do_not_hold_up_the_loop(engine: Engine, jobs: Jobs) -> None:
+    order: list[str] = []
+    handlers = HandlerRegistry()
+
+    @handlers.handler("quick")
+    async def quick(session: AsyncSession, job: Job[Any]) -> None:
+        order.append("quick")
+
+    @handlers.handler("patient")
+    async def patient(session: AsyncSession, job: Job[Any]) -> None:
+        for _ in range(5):
+            await asyncio.sleep(0)
+        order.append("patient")
+
+    jobs.add("patient", queue="other", priority=1)
+    jobs.add_many("quick", 2000)
+    Worker(engine, handlers, queues={"default": 2, "other": 1}).drain(20)
+    assert len(order) == 2001
+    assert order.index("patient") < 1500
+
+
+# -- sessions that nobody has used -----------------------------------------------------------------------------
+
+
+def test_a_session_that_was_not_used_cannot_be_used_after_its_attempt(engine: Engine, jobs: Jobs) -> None:
+    kept: list[Session] = []
+    handlers = HandlerRegistry()
+
+    @handlers.handler("work")
+    def work(session: Session, job: Job[Any]) -> None:
+        kept.append(session)
+
+    jobs.add("work")
+    Worker(engine, handlers).drain(20)
+    (session,) = kept
+    for _ in range(2):
+        with pytest.raises(InvalidRequestError):
+            session.add(Effect(job_id=uuid.uuid4()))
+        with pytest.raises(InvalidRequestError):
+            session.execute(text("SELECT 1"))
+    session.close()
+
+
+async def test_the_same_for_an_async_session(engine: Engine, jobs: Jobs) -> None:
+    kept: list[AsyncSession] = []
+    handlers = HandlerRegistry()
+
+    @handlers.handler("work")
+    async def work(session: AsyncSession, job: Job[Any]) -> None:
+        kept.append(session)
+
+    jobs.add("work")
+    await asyncio.to_thread(Worker(engine, handlers).drain, 20)
+    (session,) = kept
+    for _ in range(2):
+        with pytest.raises(InvalidRequestError):
+            await session.execute(text("SELECT 1"))
+
+
+def test_a_listener_on_all_engines_hears_each_statement_once(engine: Engine, jobs: Jobs) -> None:
+    heard: list[str] = []
+
+    def hear(_connection: Any, _cursor: Any, statement: str, *_rest: Any) -> None:
+        heard.append(statement)
+
+    handlers = HandlerRegistry()
+
+    @handlers.handler("plain")
+    def plain(session: Session, job: Job[Any]) -> None:
+        session.execute(text("SELECT 'plain'"))
+
+    @handlers.handler("asynchronous")
+    async def asynchronous(session: AsyncSession, job: Job[Any]) -> None:
+        await session.execute(text("SELECT 'asynchronous'"))
+
+    jobs.add("plain")
+    jobs.add("asynchronous")
+    event.listen(Engine, "before_cursor_execute", hear)
+    try:
+        Worker(engine, handlers).drain(20)
+    finally:
+        event.remove(Engine, "before_cursor_execute", hear)
+    assert heard.count("SELECT 'plain'") == 1
+    assert heard.count("SELECT 'asynchronous'") == 1
+
+
+# -- the claim -------------------------------------------------------------------------------------------------
+
+
+def test_a_claim_that_brings_all_it_may_is_followed_by_another(engine: Engine, jobs: Jobs) -> None:
+    """However much a queue of quick jobs could take: what a claim brings at most is what it is asked for."""
+    wanted: list[None] = []
+    slots = Slots({"default": 10}, lambda run: None, lambda: wanted.append(None))
+    run = make_run()
+    slots.place([run], slots.demands())
+    slots.finished(run, since=time.monotonic())  # in no time at all
+    slots._queues["default"].more = True
+    (demand,) = slots.demands()
+    assert demand.number == CLAIM_LIMIT
+    runs = [make_run() for _ in range(CLAIM_LIMIT)]
+    slots.place(runs, [demand])
+    for run in runs:
+        slots.finished(run, since=time.monotonic())
+    assert wanted
+
+
+# -- the process -----------------------------------------------------------------------------------------------
+
+
+def test_a_process_of_the_workers_own_collects_only_what_came_since(engine: Engine, jobs: Jobs) -> None:
+    handlers = HandlerRegistry()
+    frozen: list[int] = []
+
+    @handlers.handler("work")
+    def work(session: Session, job: Job[Any]) -> None:
+        frozen.append(gc.get_freeze_count())
+        worker.stop()
+
+    jobs.add("work")
+    worker = Worker(engine, handlers)
+    assert gc.get_freeze_count() == 0
+    worker.run()
+    assert frozen[0] > 0
+    assert gc.get_freeze_count() == 0
+
+
+def test_on_either_event_loop_handlers_commit_time_out_and_use_threads(
+    loop_class: str, engine: Engine, jobs: Jobs
+) -> None:
+    loops: set[str] = set()
+    handlers = HandlerRegistry()
+
+    @handlers.handler("work")
+    async def work(session: AsyncSession, job: Job[Any]) -> None:
+        loops.add(type(asyncio.get_running_loop()).__module__.partition(".")[0])
+        assert await asyncio.to_thread(lambda: 1) == 1
+        session.add(Effect(job_id=job.id))
+
+    @handlers.handler("endless", timeout=0.05)
+    async def endless(session: AsyncSession, job: Job[Any]) -> None:
+        session.add(Effect(job_id=job.id))
+        await session.flush()
+        await asyncio.sleep(60)
+
+    ids = jobs.add_many("work", 20)
+    late = jobs.add("endless", max_attempts=1)
+    Worker(engine, handlers).drain(20)
+    assert "ran longer than its timeout" in jobs.row(late)["last_error"]
+    assert jobs.effects_by_job() == dict.fromkeys(ids, 1)
+    assert loops == {loop_class}
