@@ -89,7 +89,7 @@ def chaos(session: nox.Session) -> None:
 
 @nox.session
 def peers(session: nox.Session) -> None:
-    """Measure enlist beside other job queues, on one server: 25 minutes; see tests/peers for options."""
+    """Measure enlist beside other job queues, on one server: 20 to 30 minutes; see tests/peers for options."""
     session.install("-e", ".[demo,pool]")
     # Without dependencies: one of them asks for a tenacity older than enlist's, and works with the newer one.
     session.install("--no-deps", "-r", "tests/peers/requirements.txt")

@@ -63,6 +63,16 @@ def test_a_claim_is_prepared_where_it_may_be(own: Database) -> None:
     assert prepared(own) == []
 
 
+def test_it_may_be_forgotten_any_number_of_times(own: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when there was nothing to forget, since little had happened: the driver goes by what it has seen."""
+    own.prepares = True
+    for times in (1, 2, OFTEN, 1, OFTEN, OFTEN):
+        claim(own, times)
+        with monkeypatch.context() as patch:
+            patch.setattr("enlist._database.PREPARED_SECONDS", -1)
+            claim(own, 1)
+
+
 def test_its_plan_is_made_anew_now_and_then(own: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     own.prepares = True
     claim(own)

@@ -161,6 +161,8 @@ class Running:
             ", ".join(worker.handlers.kinds),
         )
         warn_of_unserved_queues(worker)
+        self.completer.loop.start()
+        self.claimer.loop.start()  # what waits comes first: it need not be heard of
         self.heartbeat.loop.start()
         self.heartbeat.watch.start()
         self.abandoned.loop.start()
@@ -168,13 +170,11 @@ class Running:
             self.stalls = StallWatch(*self.executor.run_on_loop(here()), self.leases)
             self.stalls.loop.start()
         self.others.loop.start()
-        self.completer.loop.start()
         self.reaper.loop.start()
         self.listener.start()
         statements = self.database.statements
         self._stack.callback(notifier.local.subscribe(statements.channel, self._woken))
         self._stack.callback(notifier.local.subscribe(statements.cancel_channel, self._told_of_cancelled))
-        self.claimer.loop.start()
 
     def _check(self) -> None:
         """Connect in every way that will be needed, and look whether it will do."""

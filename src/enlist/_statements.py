@@ -27,7 +27,7 @@ import datetime as dt
 import hashlib
 import time
 import uuid
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import sqlalchemy as sa
@@ -324,7 +324,6 @@ def statements_for(table: sa.Table) -> Statements:
 class Statements:
     """The statements of one job table. Each attribute says what it is for and what parameters it takes."""
 
-    forget = sa.text("DEALLOCATE ALL")
     backend = sa.select(sa.func.pg_backend_pid())
     isolation = sa.select(sa.func.current_setting(_word("default_transaction_isolation"), type_=sa.Text))
     pause = sa.select(sa.func.pg_sleep(sa.bindparam("seconds", type_=sa.Double)))
@@ -339,47 +338,57 @@ class Statements:
         """For sessions that look at the statement to choose an engine."""
         self.channel = channel_of(table)
         self.cancel_channel = f"{self.channel}_cancel"
-        self.insert = self._unless_held(self._insert())
-        self.insert_returning = self.insert.returning(table.c.id)
-        self.insert_replacing = self._replacing(self._insert())
-        self.insert_rows = self._unless_held(self._insert_rows()).returning(table.c.id)
-        self.insert_rows_replacing = self._replacing(self._insert_rows())
-        self.insert_locking = self._locking(self._insert())
-        self.insert_rows_locking = self._locking(self._insert_rows())
-        self.copyable = self._copyable()
-        self.holders = self._holders()
-        self.release = self._release()
-        self.look = self._look()
-        self.claim = self._claim()
-        self.claim_among = self._claim(among=True)
-        self.claim_limited = self._claim(among=True, limited=True)
-        self.lock_keys = self._lock_keys()
-        self.claim_keyed = self._claim_keyed(limited=False)
-        self.claim_keyed_limited = self._claim_keyed(limited=True)
-        self.open_rates = self._open_rates()
-        self.start = self._start()
-        self.renew = self._renew()
-        self.disown = self._disown()
-        self.states = self._states()
-        self.complete = self._complete()
-        self.settle = self._settle()
-        self.expired = self._expired()
-        self.reap = self._reap()
-        self.fate = self._fate()
-        self.summary = self._summary()
-        self.cancel = self._cancel(self._unheld())
-        self.cancel_again = self._cancel(self._unheld(waits=False))
-        self.cancel_waiting = self._cancel(self._found())
-        self.retry = self._retry()
-        self.release_lapsed = self._release_lapsed()
-        self.reschedule = self._reschedule()
-        self.present = self._present()
-        self.front = self._front()
-        self.hasten = self._hasten()
-        self.notify = sa.select(sa.func.pg_notify(self.channel, sa.bindparam("queue", type_=sa.Text)))
-        self.notify_of_keys = self._notify_of_keys()
-        self.notify_cancelled = self._notify_cancelled()
-        self.limit_lock = _set_local("lock_timeout", "limit")
+
+    @staticmethod
+    def forget(number: int) -> sa.TextClause:
+        """Forget what a connection has prepared; with another ``number`` each time.
+
+        psycopg notices that its prepared statements are gone only by a text that it has not seen before.
+        """
+        return sa.text(f"DEALLOCATE ALL /* {number} */")
+
+    # Each is built when it is first used: all of them would take 70 ms of a process's start.
+    insert = cached_property(lambda self: self._unless_held(self._insert()))
+    insert_returning = cached_property(lambda self: self.insert.returning(self.table.c.id))
+    insert_replacing = cached_property(lambda self: self._replacing(self._insert()))
+    insert_rows = cached_property(lambda self: self._unless_held(self._insert_rows()).returning(self.table.c.id))
+    insert_rows_replacing = cached_property(lambda self: self._replacing(self._insert_rows()))
+    insert_locking = cached_property(lambda self: self._locking(self._insert()))
+    insert_rows_locking = cached_property(lambda self: self._locking(self._insert_rows()))
+    copyable = cached_property(lambda self: self._copyable())
+    holders = cached_property(lambda self: self._holders())
+    release = cached_property(lambda self: self._release())
+    look = cached_property(lambda self: self._look())
+    claim = cached_property(lambda self: self._claim())
+    claim_among = cached_property(lambda self: self._claim(among=True))
+    claim_limited = cached_property(lambda self: self._claim(among=True, limited=True))
+    lock_keys = cached_property(lambda self: self._lock_keys())
+    claim_keyed = cached_property(lambda self: self._claim_keyed(limited=False))
+    claim_keyed_limited = cached_property(lambda self: self._claim_keyed(limited=True))
+    open_rates = cached_property(lambda self: self._open_rates())
+    start = cached_property(lambda self: self._start())
+    renew = cached_property(lambda self: self._renew())
+    disown = cached_property(lambda self: self._disown())
+    states = cached_property(lambda self: self._states())
+    complete = cached_property(lambda self: self._complete())
+    settle = cached_property(lambda self: self._settle())
+    expired = cached_property(lambda self: self._expired())
+    reap = cached_property(lambda self: self._reap())
+    fate = cached_property(lambda self: self._fate())
+    summary = cached_property(lambda self: self._summary())
+    cancel = cached_property(lambda self: self._cancel(self._unheld()))
+    cancel_again = cached_property(lambda self: self._cancel(self._unheld(waits=False)))
+    cancel_waiting = cached_property(lambda self: self._cancel(self._found()))
+    retry = cached_property(lambda self: self._retry())
+    release_lapsed = cached_property(lambda self: self._release_lapsed())
+    reschedule = cached_property(lambda self: self._reschedule())
+    present = cached_property(lambda self: self._present())
+    front = cached_property(lambda self: self._front())
+    hasten = cached_property(lambda self: self._hasten())
+    notify = cached_property(lambda self: self._notify())
+    notify_of_keys = cached_property(lambda self: self._notify_of_keys())
+    notify_cancelled = cached_property(lambda self: self._notify_cancelled())
+    limit_lock = cached_property(lambda self: _set_local("lock_timeout", "limit"))
 
     # -- producer ----------------------------------------------------------------------------------------------
 
@@ -1229,6 +1238,10 @@ class Statements:
         of_taken = taken.cte("taken")
         answer = sa.union_all(sa.select(*of_taken.c), self._owed(earned, of_taken))
         return answer.add_cte(self._paid(earned, of_taken))
+
+    def _notify(self) -> sa.Executable:
+        """Wake the workers of ``queue``."""
+        return sa.select(sa.func.pg_notify(self.channel, sa.bindparam("queue", type_=sa.Text)))
 
     def _notify_of_keys(self) -> sa.Executable:
         """Notify the queues that have jobs of concurrency ``keys``, of those keys that have a slot free.

@@ -298,13 +298,12 @@ def _less_collecting() -> Iterator[None]:
     """Keep the garbage collector from what is there already: the application and its libraries.
 
     Each job leaves some objects behind for a moment, so the collector looks through everything that there is again and
-    again, for a fifth of a small job's time. For a process of the worker's own: what is dropped later of what is there
-    now, in cycles, is not collected before the worker stops.
+    again, for a fifth of a small job's time. For a process of the worker's own: of what is there now, and is dropped
+    later in cycles, nothing is collected before the worker stops.
     """
     if gc.get_freeze_count() or not gc.isenabled():  # the application has its own ways
         yield
         return
-    gc.collect()
     gc.freeze()
     try:
         yield

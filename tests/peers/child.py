@@ -43,7 +43,7 @@ class Task:
     seconds: float = 0
     """How long to enqueue; of `spaced` jobs, from one to the next."""
     settings: Settings | None = None
-    """Of a worker."""
+    """Of the queue; default those that the peer itself chooses."""
 
     @classmethod
     def of(cls, peer: Peer, what: What, url: sa.URL, load: Load | None = None, **others: Any) -> Task:
@@ -61,21 +61,21 @@ def main() -> int:
     """Do it; what a producer has measured is printed as JSON."""
     logging.basicConfig(level=logging.WARNING)
     task = Task(**json.loads(sys.argv[1]))
-    peer, url = load_peer(task.peer), sa.make_url(task.url)
+    peer, url, load = load_peer(task.peer), sa.make_url(task.url), Load(**task.load or {})
+    settings = peer.settings(load) if task.settings is None else task.settings
     if task.what == "work":
-        load = Load(**task.load or {})
-        peer.work(Work(url, load, Board(Path(task.board)), task.process, task.settings or peer.settings(load)))
+        peer.work(Work(url, load, Board(Path(task.board)), task.process, settings))
         return 0
     try:
-        run(_produce(peer, url, task))
+        run(_produce(peer, url, settings, task))
     except Cannot as why:
         print(why)
         return CANNOT
     return 0
 
 
-async def _produce(peer: Peer, url: sa.URL, task: Task) -> None:
-    async with peer.producer(url) as producer:
+async def _produce(peer: Peer, url: sa.URL, settings: Settings, task: Task) -> None:
+    async with peer.producer(url, settings) as producer:
         if task.what == "spaced":
             await _spaced(producer, task, Board(Path(task.board)))
             found = {}

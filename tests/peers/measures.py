@@ -60,6 +60,7 @@ def _lab(row: str, milliseconds: int, jobs: int) -> Callable[[Place], Rows]:
 
 def _enqueued(row: str, what: What) -> Callable[[Place], Rows]:
     def measure(place: Place) -> Rows:
+        place.checkpoint()
         place.settle()
         found = place.produce(what, seconds=ENQUEUE_SECONDS)
         return {row: found["times"] / found["seconds"]}
@@ -68,6 +69,7 @@ def _enqueued(row: str, what: What) -> Callable[[Place], Rows]:
 
 
 def _bulk(place: Place) -> Rows:
+    place.checkpoint()
     place.settle()
     found = place.produce("bulk", jobs=min(place.run.jobs, place.peer.most_jobs))
     return {"enqueue-bulk": found["times"] / found["seconds"]}
@@ -79,7 +81,7 @@ def _latency(place: Place) -> Rows:
         started.board.start()
         time.sleep(IDLE_SECONDS)
         place.settle()
-        place.produce("spaced", jobs=LATENCY_JOBS, seconds=LATENCY_SECONDS, board=str(started.path))
+        place.produce("spaced", load, jobs=LATENCY_JOBS, seconds=LATENCY_SECONDS, board=str(started.path))
         end = time.monotonic() + IDLE_SECONDS
         while len(found := started.board.latencies(LATENCY_JOBS)) < LATENCY_JOBS:
             started.check()

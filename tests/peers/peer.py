@@ -149,7 +149,7 @@ class Peer(Protocol):
     """Most jobs of a drain, for queues with which more would take minutes."""
 
     def settings(self, load: Load) -> Settings:
-        """The best settings for a load. Workers get them back."""
+        """The best settings for a load. Workers and producers get them back."""
 
     def install(self, url: sa.URL) -> None:
         """Make the queue's tables in an empty database."""
@@ -172,7 +172,7 @@ class Peer(Protocol):
     def work(self, work: Work) -> None:
         """Be a worker, until the process is killed."""
 
-    def producer(self, url: sa.URL) -> AbstractAsyncContextManager[Producer]:
+    def producer(self, url: sa.URL, settings: Settings) -> AbstractAsyncContextManager[Producer]:
         """Be a producer."""
 
 

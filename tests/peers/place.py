@@ -19,6 +19,7 @@ from tests.peers.peer import Cannot, Load, Peer, Settings, connect
 
 __all__ = ["Place", "Run"]
 
+NOTHING: Final = Load()
 PAUSE_SECONDS: Final = 0.3
 PRODUCER_SECONDS: Final = 120.0
 
@@ -46,6 +47,8 @@ class Place:
         self.peer = peer
         self.url = url
         self.connection = connect(url)
+        # Looks for what is unfinished are part of the time: with 1,000,000 finished a scan of them all would show.
+        self.connection.execute("SET enable_seqscan = off")
         self.wrong: list[str] = []
         """What was found wrong with its jobs."""
         self.foreign_cores: list[float] = []
@@ -65,9 +68,14 @@ class Place:
         self.peer.clear(self.connection)
         self.connection.execute("TRUNCATE peers_effect, peers_order, peers_plain_job")
 
+    def checkpoint(self) -> None:
+        """Have nothing left to write of what was before. Not between enqueueing and a drain: each page that the drain
+        then changes would be written to the log whole, and how often that happens is a matter of the server's settings.
+        """
+        self.connection.execute("CHECKPOINT")
+
     def settle(self) -> None:
         """Before a timed part."""
-        self.connection.execute("CHECKPOINT")
         time.sleep(PAUSE_SECONDS)
         busy = wait_for_quiet(self.run.patience)
         if busy > QUIET_CORES:
@@ -85,19 +93,21 @@ class Place:
 
     def enqueue(self, jobs: int) -> str:
         """Enqueue jobs; the condition that tells whether one is not done."""
+        self.checkpoint()
         unfinished = self.peer.unfinished(self.connection, jobs)
         if not self.peer.seed(self.connection, jobs):
             self.produce("bulk", jobs=jobs)
         self.connection.execute("ANALYZE")
         return unfinished
 
-    def produce(self, what: What, **arguments: Any) -> dict[str, float]:
+    def produce(self, what: What, load: Load = NOTHING, **arguments: Any) -> dict[str, float]:
         """Have a process enqueue.
 
+        :param load: what the workers of the measure do.
         :raises Cannot: the peer has no way to.
         :raises Failed: it failed.
         """
-        task = Task.of(self.peer, what, self.url, **arguments)
+        task = Task.of(self.peer, what, self.url, load, settings=self.settings(load), **arguments)
         done = subprocess.run(
             task.as_arguments(), cwd=ROOT, capture_output=True, text=True, timeout=PRODUCER_SECONDS, check=False
         )
@@ -109,10 +119,9 @@ class Place:
         found: dict[str, float] = json.loads(lines[-1])
         return found
 
-    def drain(self, load: Load, jobs: int, *, processes: int = 1, unfinished: str | None = None) -> Drained:
-        """Enqueue jobs, unless that was done, and have them run."""
-        if unfinished is None:
-            unfinished = self.enqueue(jobs)
+    def drain(self, load: Load, jobs: int, *, processes: int = 1) -> Drained:
+        """Enqueue jobs, and have them run."""
+        unfinished = self.enqueue(jobs)
         self.connection.execute("TRUNCATE peers_effect")
         with workers(self.peer, self.url, load, self.settings(load), processes) as started:
             self.settle()

@@ -81,18 +81,18 @@ def measure(url: sa.URL, run: Run, peers: Sequence[str], measures: Sequence[str]
 def _place(url: sa.URL, run: Run, name: str) -> Iterator[Place]:
     """A peer with its tables in a database of its own."""
     peer = load_peer(name)
-    database = sql.Identifier(f"peers_{name.replace('-', '_')}_{secrets.token_hex(4)}")
+    database = f"peers_{name.replace('-', '_')}_{secrets.token_hex(4)}"
     with connect(url) as admin:
-        admin.execute(sql.SQL("CREATE DATABASE {} TEMPLATE template0").format(database))
+        admin.execute(sql.SQL("CREATE DATABASE {} TEMPLATE template0").format(sql.Identifier(database)))
         try:
-            place = Place(run, peer, url.set(database=database.as_string().strip('"')))
+            place = Place(run, peer, url.set(database=database))
             try:
                 place.install()
                 yield place
             finally:
                 place.close()
         finally:
-            admin.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(database))
+            admin.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(sql.Identifier(database)))
 
 
 def _take(results: Results, what: str, place: Place, number: int) -> None:

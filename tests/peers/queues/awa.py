@@ -114,7 +114,7 @@ class Awa:
         await asyncio.Event().wait()
 
     @asynccontextmanager
-    async def producer(self, url: sa.URL) -> AsyncIterator[_Producer]:
+    async def producer(self, url: sa.URL, settings: Settings) -> AsyncIterator[_Producer]:
         client = awa.AsyncClient(_dsn(url))
         await client.health_check()  # opens a connection
         engine = create_async_engine(url.set(drivername="postgresql+asyncpg"))

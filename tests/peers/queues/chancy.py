@@ -96,7 +96,7 @@ class Chancy:
             await worker.wait_for_shutdown()
 
     @asynccontextmanager
-    async def producer(self, url: sa.URL) -> AsyncIterator[_Producer]:
+    async def producer(self, url: sa.URL, settings: Settings) -> AsyncIterator[_Producer]:
         engine = create_async_engine(url)
         async with _chancy(url) as app:
             await app.get_all_queues()  # opens a connection

@@ -69,7 +69,7 @@ class DramatiqPg:
         threading.Event().wait()
 
     @asynccontextmanager
-    async def producer(self, url: sa.URL) -> AsyncIterator[_Producer]:
+    async def producer(self, url: sa.URL, settings: Settings) -> AsyncIterator[_Producer]:
         broker, actor = _broker(url, lambda number: None)
         yield _Producer(actor)
         broker.close()

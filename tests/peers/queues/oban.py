@@ -103,7 +103,7 @@ class Oban:
         await asyncio.Event().wait()
 
     @asynccontextmanager
-    async def producer(self, url: sa.URL) -> AsyncIterator[_Producer]:
+    async def producer(self, url: sa.URL, settings: Settings) -> AsyncIterator[_Producer]:
         pool = await ObanQueue.create_pool(dsn(url))
         engine = create_async_engine(url)
         yield _Producer(ObanQueue(pool=pool), engine)

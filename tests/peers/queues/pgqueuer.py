@@ -100,7 +100,7 @@ class Pgqueuer:
         )
 
     @asynccontextmanager
-    async def producer(self, url: sa.URL) -> AsyncIterator[_Producer]:
+    async def producer(self, url: sa.URL, settings: Settings) -> AsyncIterator[_Producer]:
         connection = await asyncpg.connect(dsn(url))
         engine = create_async_engine(url.set(drivername="postgresql+asyncpg"))
         try:

@@ -45,7 +45,7 @@ class Plain:
         raise Cannot(NO_WORKER)
 
     @asynccontextmanager
-    async def producer(self, url: sa.URL) -> AsyncIterator[_Producer]:
+    async def producer(self, url: sa.URL, settings: Settings) -> AsyncIterator[_Producer]:
         engine = sa.create_engine(url)
         yield _Producer(engine)
         engine.dispose()

@@ -92,7 +92,7 @@ class Procrastinate:
             await app.run_worker_async(concurrency=work.settings["concurrency"], install_signal_handlers=False)
 
     @asynccontextmanager
-    async def producer(self, url: sa.URL) -> AsyncIterator[_Producer]:
+    async def producer(self, url: sa.URL, settings: Settings) -> AsyncIterator[_Producer]:
         app = _app(url, min_size=1, max_size=4)
         engine = create_async_engine(url)
         async with app.open_async():
