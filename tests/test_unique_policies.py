@@ -86,7 +86,7 @@ def test_a_running_job_holds_its_key_unless_it_is_held_until_the_start(
     with running(worker(engine, handle)):
         try:
             assert started.wait(10)
-            row = "SELECT status, attempt, lease_token, locked_until FROM enlist_job WHERE id = %s"
+            row = "SELECT status, attempt, lease_token, run_at, payload FROM enlist_job WHERE id = %s"
             before = observer.rows(row, first.id)
             handles = [enqueue(engine, unique_until=until, delay=3600) for _ in range(5)]
             assert observer.rows(row, first.id) == before

@@ -162,13 +162,13 @@ class Running:
         )
         warn_of_unserved_queues(worker)
         self.completer.loop.start()
-        self.claimer.loop.start()  # what waits comes first: it need not be heard of
         self.heartbeat.loop.start()
         self.heartbeat.watch.start()
         self.abandoned.loop.start()
         if worker._async is not None:
             self.stalls = StallWatch(*self.executor.run_on_loop(here()), self.leases)
             self.stalls.loop.start()
+        self.claimer.loop.start()  # before what listens: it takes what is there already
         self.others.loop.start()
         self.reaper.loop.start()
         self.listener.start()
