@@ -34,7 +34,7 @@ def as_text(results: Results, run: Run, measures: Sequence[str], rounds: int, se
     return "\n".join(
         [
             f"{machine(server)}; {versions(list(packages))}.",
-            f"Medians of {rounds} rounds, {results.seconds / 60:.0f} minutes.",
+            f"Medians over rounds: {rounds}, {results.seconds / 60:.0f} minutes.",
             "",
             table(results, measures),
             "",
