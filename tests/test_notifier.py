@@ -95,7 +95,35 @@ def test_many_commits_are_coalesced_with_the_first_at_once(
     later = observer.notified(timeout=0.3, at_least=1000)
     assert first < notifier.INTERVAL_SECONDS
     assert commits > 10
-    assert 1 <= len(later) <= elapsed / notifier.INTERVAL_SECONDS + 2
+    assert 1 <= len(later) <= elapsed / notifier.INTERVAL_SECONDS + 7, "twice as long each time, up to the interval"
+
+
+def test_commits_that_come_one_by_one_are_told_one_by_one(
+    engine: Engine, observer: Observer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notifier, "INTERVAL_SECONDS", 60)
+    observer.listen(CHANNEL)
+    for _ in range(20):
+        commit(engine, "q")
+        assert observer.notified(timeout=5, at_least=1) == ["q"]
+
+
+def test_after_many_commits_it_becomes_quick_again(
+    engine: Engine, observer: Observer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notifier, "INTERVAL_SECONDS", 0.3)
+    observer.listen(CHANNEL)
+    for _ in range(3):
+        for _ in range(20):
+            commit(engine, "q")
+        observer.notified(timeout=1, at_least=20)
+        for _ in range(6):  # each is waited for, so none stands for many
+            commit(engine, "q")
+            assert observer.notified(timeout=5, at_least=1) == ["q"]
+    monkeypatch.setattr(notifier, "INTERVAL_SECONDS", 60)
+    for _ in range(5):
+        commit(engine, "q")
+        assert observer.notified(timeout=5, at_least=1) == ["q"]
 
 
 def test_the_last_of_a_burst_is_sent(engine: Engine, observer: Observer) -> None:
