@@ -68,10 +68,13 @@ def is_transaction_over(driver_connection: object) -> bool:
     return status == _IDLE
 
 
-_IDLE, _IN_ERROR = 0, 3  # of libpq
+_IDLE, _IN_ERROR, _UNKNOWN = 0, 3, 4  # of libpq
 
 
 def _transaction_status(driver_connection: object) -> int | None:
+    if (libpq := getattr(driver_connection, "pgconn", None)) is not None:  # psycopg; a tenth of what its `info` takes
+        known: int = libpq.transaction_status
+        return None if known == _UNKNOWN else known
     if is_closed(driver_connection):
         return None
     status: int | None = getattr(getattr(driver_connection, "info", None), "transaction_status", None)

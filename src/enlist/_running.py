@@ -117,6 +117,9 @@ class Running:
         self._executor_open = False
         self._lifespan: Lifespan | None = None
         self._started = False
+        self._beginning = threading.Lock()
+        """Held while the loops are started: the first job may stop the worker."""
+        self._ending = False
 
     def _listening_engine(self) -> sa.Engine:
         """Whose connections go to the server itself, if it was given."""
@@ -168,13 +171,19 @@ class Running:
         if worker._async is not None:
             self.stalls = StallWatch(*self.executor.run_on_loop(here()), self.leases)
             self.stalls.loop.start()
-        self.claimer.loop.start()  # before what listens: it takes what is there already
-        self.others.loop.start()
-        self.reaper.loop.start()
-        self.listener.start()
-        statements = self.database.statements
-        self._stack.callback(notifier.local.subscribe(statements.channel, self._woken))
-        self._stack.callback(notifier.local.subscribe(statements.cancel_channel, self._told_of_cancelled))
+
+    def work(self) -> None:
+        """Take jobs, from now on. To be called when the worker can be stopped: their handlers may do so."""
+        with self._beginning:
+            if not self._started or self._ending:
+                return
+            self.claimer.loop.start()  # before what listens: it takes what is there already
+            self.others.loop.start()
+            self.reaper.loop.start()
+            self.listener.start()
+            statements = self.database.statements
+            self._stack.callback(notifier.local.subscribe(statements.channel, self._woken))
+            self._stack.callback(notifier.local.subscribe(statements.cancel_channel, self._told_of_cancelled))
 
     def _check(self) -> None:
         """Connect in every way that will be needed, and look whether it will do."""
@@ -250,7 +259,13 @@ class Running:
 
     # -- stop --------------------------------------------------------------------------------------------------
 
+    def claim_no_more(self) -> None:
+        """Make this claim the last; returns at once."""
+        self.claimer.loop.stop(0)
+
     def stop(self, timeout: float, stop_now: threading.Event) -> bool:
+        with self._beginning:
+            self._ending = True
         worker = self._worker
         logger.info("worker %s stops: no more claims, %d jobs in hand", worker.name, len(self.leases))
         end = time.monotonic() + timeout

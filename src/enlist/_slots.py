@@ -189,13 +189,19 @@ class _Queue:
             return 0
         return min(int(PREFETCH_SECONDS / max(self.service_seconds, 1e-6) * self.limit), PREFETCH_MOST)
 
+    def is_wanting(self, free: int, allowance: int) -> bool:
+        """Whether a claim is of use: of what may wait a part is used up, so that it brings many and not one by one."""
+        return free > 0 or len(self.waiting) < allowance - min(allowance, CLAIM_LIMIT) // 2
+
     def demand(self) -> Demand | None:
-        free = self.limit - self.active - len(self.waiting)
-        allowance = self.allowance()
-        # A part used up, so that a claim brings many at once and not each job by itself.
-        if free <= 0 and (allowance == 0 or len(self.waiting) > allowance - min(allowance, CLAIM_LIMIT) // 2):
+        free, allowance = self.limit - self.active - len(self.waiting), self.allowance()
+        if not self.is_wanting(free, allowance):
             return None
         return Demand(self.name, max(free, 0), min(free + allowance, CLAIM_LIMIT))
+
+    def wants_more(self) -> bool:
+        """Whether to claim again, after a claim that has brought all it was asked for."""
+        return self.more and self.is_wanting(self.limit - self.active - len(self.waiting), self.allowance())
 
 
 class Slots:
@@ -294,7 +300,7 @@ class Slots:
             if following is None or following.handler is not run.handler or following.careful or following.keyed:
                 return None
             queue.waiting.popleft()
-            wanted = queue.more and queue.demand() is not None
+            wanted = queue.wants_more()
         if wanted:
             self._wanted()
         return following
@@ -317,7 +323,7 @@ class Slots:
             else:
                 queue.active -= 1
             # Others of its key, or other careful jobs, may be claimed now.
-            wanted = run.keyed or run.careful or queue.missed or (queue.more and queue.demand() is not None)
+            wanted = run.keyed or run.careful or queue.missed or queue.wants_more()
         if wanted:
             self._wanted()
         return following

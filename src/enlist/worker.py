@@ -234,10 +234,12 @@ class Worker:
         running = Running(self)
         try:
             running.open(self._stop_asked, seconds)
+            self._running = running
+            running.work()
         except BaseException:
+            self._running = None
             running.close()
             raise
-        self._running = running
 
     def stop(self) -> bool:
         """Stop claiming, wait for the handlers that run, write what is left, and end the threads.
@@ -252,6 +254,7 @@ class Worker:
         self._stop_asked.set()
         running = self._running
         if running is not None and (running.executor.in_handler or running.events.in_listener):
+            running.claim_no_more()
             threading.Thread(target=self.stop, name="enlist-stop").start()
             return False
         with self._stopping:  # whoever comes second waits for the first
