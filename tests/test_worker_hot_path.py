@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import gc
+import threading
 import time
 import uuid
 from typing import Any
@@ -15,13 +16,13 @@ from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
-from enlist import HandlerRegistry, Job, Worker, _executor
+from enlist import HandlerRegistry, Job, Worker, _completer, _executor, _slots
 from enlist._slots import Run, Slots
 from enlist._statements import CLAIM_LIMIT
 from enlist.handlers import Handler
 from tests.shop import Effect
-from tests.support import Observer
-from tests.support.jobs import Jobs
+from tests.support import Observer, wait_until
+from tests.support.jobs import Jobs, running
 
 LOOPS = ["asyncio", "uvloop"]
 ONE_SLOT = {"default": 1}
@@ -189,6 +190,38 @@ def test_a_claim_that_brings_all_it_may_is_followed_by_another(engine: Engine, j
     for run in runs:
         slots.finished(run, since=time.monotonic())
     assert wanted
+
+
+def test_jobs_are_not_claimed_faster_than_their_endings_are_written(
+    engine: Engine, jobs: Jobs, observer: Observer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_completer, "MOST_UNWRITTEN", 50)
+    monkeypatch.setattr(_slots, "PREFETCH_MOST", 20)
+    handlers = HandlerRegistry()
+    ran: list[None] = []
+    too_many = threading.Event()
+
+    @handlers.handler("work")
+    def work(session: Session, job: Job[Any]) -> None:
+        ran.append(None)
+        if len(ran) > 50 + 2 * (20 + 5):
+            too_many.set()
+
+    observer.execute("""
+        CREATE FUNCTION wait_for_test() RETURNS trigger LANGUAGE plpgsql AS
+        $$ BEGIN PERFORM pg_advisory_xact_lock_shared(1); RETURN NEW; END $$;
+        CREATE TRIGGER wait_for_test BEFORE UPDATE ON enlist_job FOR EACH ROW
+        WHEN (NEW.status = 'done') EXECUTE FUNCTION wait_for_test()
+    """)
+    ids = jobs.add_many("work", 400)
+    observer.execute("SELECT pg_advisory_lock(1)")
+    with running(Worker(engine, handlers, queues={"default": 5}, lease=60)):
+        observer.wait_for("SELECT count(*) = 1 FROM pg_locks WHERE locktype = 'advisory' AND NOT granted")
+        wait_until(lambda: len(ran) > 50)
+        assert not too_many.wait(0.5)
+        observer.execute("SELECT pg_advisory_unlock(1)")
+        jobs.wait_all()
+    assert len(ran) == len(ids)
 
 
 # -- the process -----------------------------------------------------------------------------------------------

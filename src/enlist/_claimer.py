@@ -41,6 +41,9 @@ __all__ = ["Claimer"]
 SOON_SECONDS: Final = 0.005
 """When to look again at keys that somebody had locked, or go on to others."""
 
+BEHIND_SECONDS: Final = 0.02
+"""When to look again whether there are fewer endings to be written."""
+
 MISSED_SECONDS: Final = 0.1
 """How long a job that could not be taken is passed by at first; twice as long each time, up to a poll interval."""
 
@@ -111,6 +114,8 @@ class Claimer:
         """Set when a claim found nothing while nothing was running."""
         self.all_known: Callable[[], bool] = lambda: True
         """Whether no job is about to be queued again: by its ending here, or since its worker died."""
+        self.is_behind: Callable[[], bool] = lambda: False
+        """Whether endings cannot be written as quickly as jobs end."""
 
     def wake(self) -> None:
         """Claim now."""
@@ -138,6 +143,8 @@ class Claimer:
         for run in self.slots.take_back(LONGEST_WAIT_FOR_SLOT):
             self._give_back(run)
         self.give_back_unheld()
+        if self.is_behind():
+            return BEHIND_SECONDS
         came, freed = self._due.take(), self._freed_keys()
         asked = self.slots.demands()
         demands = self._rates.open(asked)

@@ -49,6 +49,9 @@ TOLD_WHEN_WRITTEN: Final = frozenset({"cancelled", "released", "stopped", "timed
 """Why attempts are given up whose ending is told when it is written."""
 
 BATCH: Final = 500
+MOST_UNWRITTEN: Final = 2000
+"""With so many endings to be written nothing more is claimed: handlers would only run further ahead of their rows."""
+
 IDLE_SECONDS: Final = 1.0
 LOCKED_SECONDS: Final = 0.02
 LONGEST_LOCKED_SECONDS: Final = 1.0
@@ -169,6 +172,11 @@ class Completer:
             "%s: %s, nothing of this attempt is committed", run, why, extra=run.extra(event=EventName.LEASE_LOST)
         )
         self._events.emit(EventName.LEASE_LOST, run, error=why)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether it has so much to write that nothing more should be claimed."""
+        return len(self._done) + len(self._settled) > MOST_UNWRITTEN
 
     @property
     def empty(self) -> bool:

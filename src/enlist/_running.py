@@ -88,6 +88,7 @@ class Running:
         )
         self.completer = Completer(self.database, self.leases, self.claimer.due_in, self.claimer.wake, self.events)
         self.claimer.all_known = lambda: self.completer.empty and self.reaper.looked
+        self.claimer.is_behind = lambda: self.completer.is_behind
         plain = any(not handler.is_async for handler in worker.handlers)
         self.executor = Executor(
             self.database,
