@@ -191,7 +191,7 @@ class _Queue:
 
     def is_wanting(self, free: int, allowance: int) -> bool:
         """Whether a claim is of use: of what may wait a part is used up, so that it brings many and not one by one."""
-        return free > 0 or len(self.waiting) < allowance - min(allowance, CLAIM_LIMIT) // 2
+        return free > 0 or len(self.waiting) < allowance - min(2 * allowance // 3, CLAIM_LIMIT // 2)
 
     def demand(self) -> Demand | None:
         free, allowance = self.limit - self.active - len(self.waiting), self.allowance()

@@ -45,8 +45,8 @@ class Enlist:
         usual: Settings = {"slots": load.slots or 10, "commit_every": 1, "notify": "after_commit"}
         if load.name == "insert-grouped":  # each slot has a group: more of them are only more threads
             return {**usual, "slots": 2, "commit_every": 200}
-        if load.name == "latency":  # the default puts those together that come within 50 ms
-            return {**usual, "notify": "transaction"}
+        if load.name == "insert" and not self.is_async:  # one core's worth of Python: more threads only take turns
+            return {**usual, "slots": 5}
         return usual
 
     def install(self, url: sa.URL) -> None:
