@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.pool import QueuePool
 
-from enlist import notifier
+from enlist import _executor, notifier
 from enlist.demo.server import EmbeddedServer
 from tests.support import Observer, StatementRecorder
 from tests.support.databases import Databases, databases, new_server
@@ -43,6 +43,16 @@ def log_level() -> Iterator[None]:
     level = logger.level
     yield
     logger.setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run async handlers on asyncio's own event loop, though uvloop is installed; the tests' worker processes use that.
+
+    With ENLIST_TEST_LOOP=uvloop all do.
+    """
+    if os.environ.get("ENLIST_TEST_LOOP") != "uvloop":
+        monkeypatch.setattr(_executor, "uvloop", None)
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ import uuid
 from typing import Any
 
 import pytest
+import uvloop
 from sqlalchemy import Engine, event, text
 from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -44,8 +45,7 @@ def make_run() -> Run:
 def loop_class(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The event loop of the async handlers: with uvloop installed, and without."""
     name: str = request.param
-    if name == "asyncio":
-        monkeypatch.setattr(_executor, "uvloop", None)
+    monkeypatch.setattr(_executor, "uvloop", uvloop if name == "uvloop" else None)
     return name
 
 
