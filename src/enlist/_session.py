@@ -46,11 +46,14 @@ class GuardedSession(Session):
         """Undo what the handler of a group's job has set in the session: the next is to find it new."""
         guard = self.guard
         assert guard is not None
+        begun_with = guard.begun_with
         for name in SETTINGS:
-            setattr(self, name, guard.begun_with[name])
-        ours = {key: value for key, value in self.info.items() if str(key).startswith("enlist.")}
-        self.info.clear()
-        self.info.update(guard.begun_with["info"] | ours)
+            if getattr(self, name) is not begun_with[name]:
+                setattr(self, name, begun_with[name])
+        if begun_with["info"] or len(self.info) > 1:  # than the job's id
+            ours = {key: value for key, value in self.info.items() if str(key).startswith("enlist.")}
+            self.info.clear()
+            self.info.update(begun_with["info"] | ours)
 
     def end_unused(self) -> bool:
         """End the attempt of a session that has begun no transaction, at a tenth of what ``close()`` costs.
