@@ -230,18 +230,18 @@ def test_a_worker_tells_what_it_has_run(worker: Drainer, engine: Engine, observe
     worker.start(way, slots=2)
     before = worker.look()
     assert (before["runs"], before["in_hand"]) == (0, 0)
-    enqueue(engine, 7)
-    wait_until(lambda: worker.look()["runs"] == 7 and not worker.look()["in_hand"])
+    enqueue(engine, 70)
+    wait_until(lambda: worker.look()["runs"] == 70 and not worker.look()["in_hand"])
     # What it has not in hand any more is done, and not only about to be.
-    assert observer.scalar("SELECT count(*) FROM enlist_job WHERE status = 'done'") == 7
+    assert observer.scalar("SELECT count(*) FROM enlist_job WHERE status = 'done'") == 70
     assert worker.look()["cpu_seconds"] > before["cpu_seconds"]
-    assert sorted(worker.stop()) == list(range(7))
+    assert sorted(worker.stop()) == list(range(70))
     rows = [number for (number,) in observer.rows("SELECT job FROM bench_effect ORDER BY job")]
-    assert rows == (list(range(7)) if way.does == "insert" else [])
+    assert rows == (list(range(70)) if way.does == "insert" else [])
     # In groups, jobs share their transactions.
     commits = observer.scalar("SELECT count(DISTINCT xmin::text) FROM bench_effect")
-    assert commits <= 7
-    assert (commits < 7) == (way.does != "insert" or way.commit_every > 1)
+    assert commits <= 70
+    assert (commits < 70) == (way.does != "insert" or way.commit_every > 1)
 
 
 TWICE = """

@@ -116,7 +116,7 @@ def test_after_many_commits_it_becomes_quick_again(
     for _ in range(3):
         for _ in range(20):
             commit(engine, "q")
-        observer.notified(timeout=1, at_least=20)
+        observer.notified(timeout=0.35, at_least=20)
         for _ in range(6):  # each is waited for, so none stands for many
             commit(engine, "q")
             assert observer.notified(timeout=5, at_least=1) == ["q"]

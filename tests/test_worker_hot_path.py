@@ -18,7 +18,10 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
 from enlist import HandlerRegistry, Job, Worker, _completer, _executor, _slots
+from enlist._leases import Leases
+from enlist._running import Running
 from enlist._slots import Run, Slots
+from enlist._stalls import StallWatch
 from enlist._statements import CLAIM_LIMIT
 from enlist.handlers import Handler
 from tests.shop import Effect
@@ -86,13 +89,19 @@ def test_a_handler_that_cancels_its_own_task_does_not_cancel_the_next(engine: En
     assert jobs.counts() == {"done": 60}
 
 
-def test_handlers_that_wait_for_nothing_do_not_hold_up_the_loop(engine: Engine, jobs: Jobs) -> None:
+def test_handlers_that_wait_for_nothing_do_not_hold_up_the_loop(engine: Engine, jobs: Jobs, observer: Observer) -> None:
     order: list[str] = []
+    blocked, go_on = threading.Event(), threading.Event()
     handlers = HandlerRegistry()
 
     @handlers.handler("quick")
     async def quick(session: AsyncSession, job: Job[Any]) -> None:
         order.append("quick")
+
+    @handlers.handler("blocking")
+    async def blocking(session: AsyncSession, job: Job[Any]) -> None:
+        blocked.set()
+        go_on.wait(10)
 
     @handlers.handler("patient")
     async def patient(session: AsyncSession, job: Job[Any]) -> None:
@@ -100,11 +109,35 @@ def test_handlers_that_wait_for_nothing_do_not_hold_up_the_loop(engine: Engine, 
             await asyncio.sleep(0)
         order.append("patient")
 
-    jobs.add("patient", queue="other", priority=1)
-    jobs.add_many("quick", 2000)
-    Worker(engine, handlers, queues={"default": 2, "other": 1}).drain(20)
-    assert len(order) == 2001
-    assert order.index("patient") < 1500
+    queues = {"default": 1, "blocking": 1, "patient": 1}
+    with running(Worker(engine, handlers, queues=queues, poll_interval=0.05)):
+        jobs.add_many("quick", 300)
+        jobs.wait_all()
+        jobs.add("blocking", queue="blocking")
+        assert blocked.wait(5)
+        jobs.add_many("quick", 1500)
+        jobs.add("patient", queue="patient")
+        # Meanwhile they are claimed: one has the slot, and the others wait for it.
+        observer.wait_for("SELECT count(*) > 1000 FROM enlist_job WHERE status = 'running'")
+        order.clear()
+        go_on.set()
+        jobs.wait_all()
+    assert order.index("patient") < 1000
+
+
+def test_of_several_jobs_that_had_a_task_the_one_that_blocks_is_named() -> None:
+    leases = Leases()
+    runs = [make_run() for _ in range(3)]
+    leases.add(*runs)
+
+    async def block() -> None:
+        watch = StallWatch(asyncio.get_running_loop(), threading.get_ident(), leases)
+        for run in runs:
+            run.task = asyncio.current_task()
+        runs[1].in_handler = True
+        assert watch._blocking()[0] is runs[1]
+
+    asyncio.run(block())
 
 
 # -- sessions that nobody has used -----------------------------------------------------------------------------
@@ -170,6 +203,7 @@ def test_a_listener_on_all_engines_hears_each_statement_once(engine: Engine, job
         event.remove(Engine, "before_cursor_execute", hear)
     assert heard.count("SELECT 'plain'") == 1
     assert heard.count("SELECT 'asynchronous'") == 1
+    assert jobs.counts() == {"done": 2}
 
 
 # -- the claim -------------------------------------------------------------------------------------------------
@@ -222,6 +256,60 @@ def test_jobs_are_not_claimed_faster_than_their_endings_are_written(
         observer.execute("SELECT pg_advisory_unlock(1)")
         jobs.wait_all()
     assert len(ran) == len(ids)
+
+
+# -- its start, and its end ------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_is_stopped_while_it_starts_takes_nothing(
+    engine: Engine, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handlers = HandlerRegistry()
+    handlers.handler("work")(lambda session, job: None)
+    work = Running.work
+
+    def late(self: Running) -> None:
+        assert worker.stop()
+        work(self)
+
+    monkeypatch.setattr(Running, "work", late)
+    job_id = jobs.add("work")
+    worker = Worker(engine, handlers)
+    worker.start()
+    assert not worker.health().running
+    assert jobs.status(job_id) == "queued"
+
+
+def test_a_handler_that_stops_its_worker_has_made_the_last_claim(
+    engine: Engine, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop_may_go_on, another = threading.Event(), threading.Event()
+    handlers = HandlerRegistry()
+
+    @handlers.handler("stopping")
+    def stopping(session: Session, job: Job[Any]) -> None:
+        assert not worker.stop()
+        jobs.add("work")
+        another.wait(0.5)
+        stop_may_go_on.set()
+
+    @handlers.handler("work")
+    def work(session: Session, job: Job[Any]) -> None:
+        another.set()
+
+    stop = Running.stop
+
+    def late(self: Running, *arguments: Any) -> bool:
+        stop_may_go_on.wait(10)
+        return stop(self, *arguments)
+
+    monkeypatch.setattr(Running, "stop", late)
+    jobs.add("stopping")
+    worker = Worker(engine, handlers, queues={"default": 2}, poll_interval=0.02)
+    with running(worker):
+        assert stop_may_go_on.wait(10)
+    assert not another.is_set()
+    assert jobs.counts() == {"done": 1, "queued": 1}
 
 
 # -- the process -----------------------------------------------------------------------------------------------

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = ["OwnDatabaseURL", "bench", "needing"]
 
-bench: Final = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure enlist on this machine.")
+bench: Final = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Measure enlist on your database, or on a server of its own."
+)
 
 OwnDatabaseURL = Annotated[
     str | None,
@@ -157,7 +159,7 @@ def latency(
     database_url: OwnDatabaseURL = None,
     jobs: Annotated[
         int, typer.Option(min=1, max=100_000, help="How many jobs to enqueue one by one, of each sort.")
-    ] = (300),
+    ] = 300,
     repeat: Annotated[int, typer.Option(min=1, max=1000, help="How many rounds of commits to measure.")] = 5,
     seconds: Annotated[float, typer.Option(min=0.05, max=600, help="How long to commit, in each round.")] = 2.0,
     as_json: AsJSON = False,

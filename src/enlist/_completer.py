@@ -20,7 +20,7 @@ from enlist.events import EventName, Events
 from enlist.models import JobStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from enlist._database import Database
     from enlist._leases import Leases
@@ -264,6 +264,7 @@ class Completer:
         if len(written) == len(runs):
             _remove(self._done, len(runs))
             self._are_done(runs)
+            self._tell_freed(runs)
             return
         states = self._states([run for run in runs if run.id not in written and run.id not in refused])
         _remove(self._done, len(runs))
@@ -278,12 +279,13 @@ class Completer:
                 self._put_off(run, self._done, run)
             else:
                 self._lost(run)
-        if any(run.keyed for run in runs):
-            self._freed()
+        self._tell_freed(runs)
 
     def _are_done(self, runs: list[Run]) -> None:
         self._leases.drop(*runs)
         self._news += [(EventName.DONE, run, None, None) for run in runs]
+
+    def _tell_freed(self, runs: Iterable[Run]) -> None:
         if any(run.keyed for run in runs):
             self._freed()
 
@@ -312,8 +314,7 @@ class Completer:
                 self._put_off(run, self._settled, settlement)
             else:
                 self._lost(run)
-        if any(settlement.run.keyed for settlement in batch):
-            self._freed()
+        self._tell_freed(settlement.run for settlement in batch)
 
     def _lost(self, run: Run) -> None:
         self._leases.drop(run)

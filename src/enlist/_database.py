@@ -95,7 +95,7 @@ class Database:
     def write(
         self, statement: sa.Executable, parameters: Mapping[str, Any], number: int
     ) -> Sequence[sa.Row[Any]] | None:
-        """The same for an UPDATE of ``number`` rows: None if it has written them all.
+        """The same for an UPDATE of ``number`` rows; return those that it has written, or None for all of them.
 
         To read 500 ids only to find them all there takes as long as to send them.
         """

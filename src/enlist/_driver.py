@@ -72,7 +72,7 @@ _IDLE, _IN_ERROR, _UNKNOWN = 0, 3, 4  # of libpq
 
 
 def _transaction_status(driver_connection: object) -> int | None:
-    if (libpq := getattr(driver_connection, "pgconn", None)) is not None:  # psycopg; a tenth of what its `info` takes
+    if (libpq := getattr(driver_connection, "pgconn", None)) is not None:  # psycopg; its `info` makes an object
         known: int = libpq.transaction_status
         return None if known == _UNKNOWN else known
     if is_closed(driver_connection):

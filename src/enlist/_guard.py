@@ -149,10 +149,6 @@ class Guard:
         for connection, _ in self.roots:
             GUARDS.pop(connection, None)
 
-    def detach(self) -> None:
-        """The same, and stop listening to those that are not closed after the attempt."""
-        self.forget()
-
     def holds_lock(self, connection: sa.Connection) -> bool:
         """Whether the row must be locked for the whole transaction."""
         level = connection.get_execution_options().get("isolation_level", self.isolation) or ""

@@ -106,4 +106,4 @@ def discard(session: Session) -> None:
     assert guard is not None
     guard.ours = True
     session.close()
-    guard.detach()
+    guard.forget()

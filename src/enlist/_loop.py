@@ -81,7 +81,7 @@ class Loop:
 
     def wake(self) -> None:
         """Have the next step done now; after an error, when its back-off is over."""
-        if not self._woken.is_set():  # that costs a tenth
+        if not self._woken.is_set():  # to look takes 0.03 us, to set it 0.5
             self._woken.set()
 
     def pause(self, seconds: float) -> bool:

@@ -28,7 +28,7 @@ import hashlib
 import time
 import uuid
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy.dialects.postgresql import ARRAY, INTERVAL, JSONB, JSONPATH, insert
@@ -37,6 +37,8 @@ from enlist.models import JobRecordMixin, UTCDateTime, rate_table_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+
+T = TypeVar("T")
 
 __all__ = [
     "CLAIM_LIMIT",
@@ -321,6 +323,11 @@ def statements_for(table: sa.Table) -> Statements:
     return Statements(table)
 
 
+def _built(make: Callable[[Statements], T]) -> cached_property[T]:
+    """A statement that is built when it is first used: all of them would take 70 ms of a process's start."""
+    return cached_property(make)
+
+
 class Statements:
     """The statements of one job table. Each attribute says what it is for and what parameters it takes."""
 
@@ -347,48 +354,47 @@ class Statements:
         """
         return sa.text(f"DEALLOCATE ALL /* {number} */")
 
-    # Each is built when it is first used: all of them would take 70 ms of a process's start.
-    insert = cached_property(lambda self: self._unless_held(self._insert()))
-    insert_returning = cached_property(lambda self: self.insert.returning(self.table.c.id))
-    insert_replacing = cached_property(lambda self: self._replacing(self._insert()))
-    insert_rows = cached_property(lambda self: self._unless_held(self._insert_rows()).returning(self.table.c.id))
-    insert_rows_replacing = cached_property(lambda self: self._replacing(self._insert_rows()))
-    insert_locking = cached_property(lambda self: self._locking(self._insert()))
-    insert_rows_locking = cached_property(lambda self: self._locking(self._insert_rows()))
-    copyable = cached_property(lambda self: self._copyable())
-    holders = cached_property(lambda self: self._holders())
-    release = cached_property(lambda self: self._release())
-    look = cached_property(lambda self: self._look())
-    claim = cached_property(lambda self: self._claim())
-    claim_among = cached_property(lambda self: self._claim(among=True))
-    claim_limited = cached_property(lambda self: self._claim(among=True, limited=True))
-    lock_keys = cached_property(lambda self: self._lock_keys())
-    claim_keyed = cached_property(lambda self: self._claim_keyed(limited=False))
-    claim_keyed_limited = cached_property(lambda self: self._claim_keyed(limited=True))
-    open_rates = cached_property(lambda self: self._open_rates())
-    start = cached_property(lambda self: self._start())
-    renew = cached_property(lambda self: self._renew())
-    disown = cached_property(lambda self: self._disown())
-    states = cached_property(lambda self: self._states())
-    complete = cached_property(lambda self: self._complete())
-    settle = cached_property(lambda self: self._settle())
-    expired = cached_property(lambda self: self._expired())
-    reap = cached_property(lambda self: self._reap())
-    fate = cached_property(lambda self: self._fate())
-    summary = cached_property(lambda self: self._summary())
-    cancel = cached_property(lambda self: self._cancel(self._unheld()))
-    cancel_again = cached_property(lambda self: self._cancel(self._unheld(waits=False)))
-    cancel_waiting = cached_property(lambda self: self._cancel(self._found()))
-    retry = cached_property(lambda self: self._retry())
-    release_lapsed = cached_property(lambda self: self._release_lapsed())
-    reschedule = cached_property(lambda self: self._reschedule())
-    present = cached_property(lambda self: self._present())
-    front = cached_property(lambda self: self._front())
-    hasten = cached_property(lambda self: self._hasten())
-    notify = cached_property(lambda self: self._notify())
-    notify_of_keys = cached_property(lambda self: self._notify_of_keys())
-    notify_cancelled = cached_property(lambda self: self._notify_cancelled())
-    limit_lock = cached_property(lambda self: _set_local("lock_timeout", "limit"))
+    insert = _built(lambda self: self._unless_held(self._insert()))
+    insert_returning = _built(lambda self: self.insert.returning(self.table.c.id))
+    insert_replacing = _built(lambda self: self._replacing(self._insert()))
+    insert_rows = _built(lambda self: self._unless_held(self._insert_rows()).returning(self.table.c.id))
+    insert_rows_replacing = _built(lambda self: self._replacing(self._insert_rows()))
+    insert_locking = _built(lambda self: self._locking(self._insert()))
+    insert_rows_locking = _built(lambda self: self._locking(self._insert_rows()))
+    copyable = _built(lambda self: self._copyable())
+    holders = _built(lambda self: self._holders())
+    release = _built(lambda self: self._release())
+    look = _built(lambda self: self._look())
+    claim = _built(lambda self: self._claim())
+    claim_among = _built(lambda self: self._claim(among=True))
+    claim_limited = _built(lambda self: self._claim(among=True, limited=True))
+    lock_keys = _built(lambda self: self._lock_keys())
+    claim_keyed = _built(lambda self: self._claim_keyed(limited=False))
+    claim_keyed_limited = _built(lambda self: self._claim_keyed(limited=True))
+    open_rates = _built(lambda self: self._open_rates())
+    start = _built(lambda self: self._start())
+    renew = _built(lambda self: self._renew())
+    disown = _built(lambda self: self._disown())
+    states = _built(lambda self: self._states())
+    complete = _built(lambda self: self._complete())
+    settle = _built(lambda self: self._settle())
+    expired = _built(lambda self: self._expired())
+    reap = _built(lambda self: self._reap())
+    fate = _built(lambda self: self._fate())
+    summary = _built(lambda self: self._summary())
+    cancel = _built(lambda self: self._cancel(self._unheld()))
+    cancel_again = _built(lambda self: self._cancel(self._unheld(waits=False)))
+    cancel_waiting = _built(lambda self: self._cancel(self._found()))
+    retry = _built(lambda self: self._retry())
+    release_lapsed = _built(lambda self: self._release_lapsed())
+    reschedule = _built(lambda self: self._reschedule())
+    present = _built(lambda self: self._present())
+    front = _built(lambda self: self._front())
+    hasten = _built(lambda self: self._hasten())
+    notify = _built(lambda self: self._notify())
+    notify_of_keys = _built(lambda self: self._notify_of_keys())
+    notify_cancelled = _built(lambda self: self._notify_cancelled())
+    limit_lock = _built(lambda self: _set_local("lock_timeout", "limit"))
 
     # -- producer ----------------------------------------------------------------------------------------------
 

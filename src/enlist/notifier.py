@@ -154,11 +154,10 @@ class Notifier:
             known = len(self._pending)
             for queue in queues:
                 self._pending.setdefault(_Topic(statements, queue), _News()).commits += 1
-            for message in messages:
+            if messages := list(messages):
                 news = self._pending.setdefault(_Topic(statements), _News())
                 news.commits += 1
-                if len(news.messages) < MOST_PENDING:
-                    news.messages.add(message)
+                news.messages.update(messages[: MOST_PENDING - len(news.messages)])
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="enlist-notify", daemon=True)
                 thread.start()

@@ -225,4 +225,4 @@ def _upgraded(payload_type: type[JobPayload], version: int, text: str) -> str:
     try:
         return json.dumps(data)
     except Exception as error:
-        raise PayloadError(f"reading it raised {type(error).__name__}") from error
+        raise PayloadError(f"upgrade() returned what is not JSON: {type(error).__name__}") from error

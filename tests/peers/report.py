@@ -78,7 +78,7 @@ def _troubles(results: Results) -> Iterator[str]:
             f" {len(results.foreign_cores)} drains."
         )
     if not results.wrong:
-        yield "- Each job of each drain ran exactly once, and left its one effect."
+        yield "- Each job of each drain that has a figure ran exactly once, and left its one effect."
 
 
 def as_dict(results: Results) -> dict[str, Any]:
