@@ -1,4 +1,4 @@
-"""What makes small jobs quick changes nothing else: tasks that several share, sessions that nobody has used."""
+"""What makes small jobs quick changes nothing else: no job meets what another has left, and nothing runs ahead."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import gc
 import threading
 import time
 import uuid
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,14 +16,16 @@ import uvloop
 from sqlalchemy import Engine, event, text
 from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.ext.asyncio import AsyncSession
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.pool import QueuePool
 
-from enlist import HandlerRegistry, Job, Worker, _completer, _executor, _slots
+from enlist import HandlerRegistry, Job, JobRecord, JobRepository, Worker, _completer, _executor, _slots
 from enlist._leases import Leases
 from enlist._running import Running
 from enlist._slots import Run, Slots
 from enlist._stalls import StallWatch
 from enlist._statements import CLAIM_LIMIT
+from enlist._threads import Threads
 from enlist.handlers import Handler
 from tests.shop import Effect
 from tests.support import Observer, wait_until
@@ -52,7 +55,7 @@ def loop_class(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     return name
 
 
-# -- async jobs share a task -----------------------------------------------------------------------------------
+# -- async jobs share a loop -----------------------------------------------------------------------------------
 
 
 def test_a_context_variable_is_not_the_next_jobs(engine: Engine, jobs: Jobs) -> None:
@@ -140,6 +143,37 @@ def test_of_several_jobs_that_had_a_task_the_one_that_blocks_is_named() -> None:
     asyncio.run(block())
 
 
+def test_each_job_has_a_task_of_its_own(engine: Engine, jobs: Jobs) -> None:
+    """What is kept by the task, a scoped session of the application's say, must not be the next job's."""
+    tasks: list[object] = []
+    handlers = HandlerRegistry()
+
+    @handlers.handler("work")
+    async def work(session: AsyncSession, job: Job[Any]) -> None:
+        tasks.append(asyncio.current_task())
+
+    jobs.add_many("work", 100)
+    Worker(engine, handlers, queues=ONE_SLOT).drain(20)
+    assert len(set(tasks)) == 100
+
+
+def test_a_handlers_thread_is_known_as_one_at_once() -> None:
+    """Or a handler that stops its worker would wait for itself."""
+    known: list[bool] = []
+
+    def note(threads: Threads) -> None:
+        known.append(threads.here)
+
+    for _ in range(100):
+        threads = Threads(2)
+        for _ in range(2):
+            threads.submit(partial(note, threads))
+        threads.stop()
+        assert threads.join(5)
+    assert known == [True] * 200
+    assert not threads.here
+
+
 # -- sessions that nobody has used -----------------------------------------------------------------------------
 
 
@@ -176,6 +210,58 @@ async def test_the_same_for_an_async_session(engine: Engine, jobs: Jobs) -> None
     for _ in range(2):
         with pytest.raises(InvalidRequestError):
             await session.execute(text("SELECT 1"))
+
+
+class Beginning(Session):
+    """Begins its transaction when it is made, as for a setting that row security goes by."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self.execute(text("SELECT set_config('shop.tenant', '7', true)"))
+
+
+@pytest.mark.parametrize("uses", [True, False])
+def test_a_session_that_begins_when_it_is_made_commits_too(uses: bool, engine: Engine, jobs: Jobs) -> None:
+    handlers = HandlerRegistry()
+
+    @handlers.handler("work")
+    def work(session: Session, job: Job[Any]) -> None:
+        if uses:
+            session.add(Effect(job_id=job.id))
+
+    @handlers.handler("committing")
+    def committing(session: Session, job: Job[Any]) -> None:
+        session.execute(text("COMMIT"))
+
+    ids = jobs.add_many("work", 5)
+    refused = jobs.add("committing", max_attempts=1)
+    Worker(sessionmaker(engine, class_=Beginning), handlers).drain(20)
+    assert [jobs.status(job_id) for job_id in ids] == ["done"] * 5
+    assert jobs.effects_by_job() == (dict.fromkeys(ids, 1) if uses else {})
+    assert "COMMIT" in jobs.row(refused)["last_error"]
+    pool = engine.pool
+    assert isinstance(pool, QueuePool)
+    assert pool.checkedout() == 0
+
+
+def test_an_applications_close_is_called_whether_or_not_the_session_was_used(engine: Engine, jobs: Jobs) -> None:
+    closed: list[Session] = []
+
+    class Closing(Session):
+        def close(self) -> None:
+            closed.append(self)
+            super().close()
+
+    handlers = HandlerRegistry()
+
+    @handlers.handler("work")
+    def work(session: Session, job: Job[Any]) -> None:
+        if job.payload["uses"]:
+            session.execute(text("SELECT 1"))
+
+    jobs.add_many("work", [{"uses": number % 2 == 0} for number in range(10)])
+    Worker(sessionmaker(engine, class_=Closing), handlers).drain(20)
+    assert len(closed) == 10
 
 
 def test_a_listener_on_all_engines_hears_each_statement_once(engine: Engine, jobs: Jobs) -> None:
@@ -256,6 +342,63 @@ def test_jobs_are_not_claimed_faster_than_their_endings_are_written(
         observer.execute("SELECT pg_advisory_unlock(1)")
         jobs.wait_all()
     assert len(ran) == len(ids)
+
+
+def test_nor_faster_than_rows_let_themselves_be_written(
+    engine: Engine, jobs: Jobs, observer: Observer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also endings that are put off, since a trigger passes by their rows, are to be written."""
+    monkeypatch.setattr(_completer, "MOST_UNWRITTEN", 50)
+    monkeypatch.setattr(_slots, "PREFETCH_MOST", 20)
+    handlers = HandlerRegistry()
+    ran: list[None] = []
+    too_many = threading.Event()
+
+    @handlers.handler("work")
+    def work(session: Session, job: Job[Any]) -> None:
+        ran.append(None)
+        if len(ran) > 50 + 2 * (20 + 5):
+            too_many.set()
+
+    observer.execute("""
+        CREATE FUNCTION pass_by() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RETURN NULL; END $$;
+        CREATE TRIGGER pass_by BEFORE UPDATE ON enlist_job FOR EACH ROW
+        WHEN (NEW.status = 'done') EXECUTE FUNCTION pass_by()
+    """)
+    jobs.add_many("work", 400)
+    with running(Worker(engine, handlers, queues={"default": 5}, lease=60)):
+        wait_until(lambda: len(ran) > 50)
+        assert not too_many.wait(0.5)
+        observer.execute("DROP TRIGGER pass_by ON enlist_job")
+        jobs.wait_all()
+    assert caplog.text.count("nothing more is claimed") >= 1
+
+
+def test_a_waiting_job_that_is_cancelled_is_told_once(
+    engine: Engine, jobs: Jobs, observer: Observer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "enlist")
+    handlers = HandlerRegistry()
+    holding, go_on = threading.Event(), threading.Event()
+
+    @handlers.handler("work")
+    def work(session: Session, job: Job[Any]) -> None:
+        if job.payload.get("holds"):
+            holding.set()
+            go_on.wait(20)
+
+    jobs.add_many("work", 300, priority=3)
+    jobs.add("work", {"holds": True}, priority=2)
+    rest = jobs.add_many("work", 30, priority=1)
+    with running(Worker(engine, handlers, queues=ONE_SLOT, poll_interval=0.05)):
+        assert holding.wait(10)
+        observer.wait_for("SELECT count(*) = 31 FROM enlist_job WHERE status = 'running'")
+        with Session(engine) as session, session.begin():
+            JobRepository().cancel(session, JobRecord.id.in_(rest))
+        observer.wait_for("SELECT count(*) = 30 FROM enlist_job WHERE status = 'cancelled'")
+        go_on.set()
+        wait_until(lambda: not jobs.counts().get("running"))
+    assert caplog.text.count("was cancelled: nothing of this attempt") == 30
 
 
 # -- its start, and its end ------------------------------------------------------------------------------------

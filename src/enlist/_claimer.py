@@ -94,6 +94,7 @@ class Claimer:
         """Jobs with a key that were seen and could not be taken: until when they are passed by, and for how long."""
         self._left: set[str] = set()
         """Queues in which the last claim has seen jobs with a key that there was no free slot for."""
+        self._said_behind = False
         self._limited = False
         """Whether the last claim brought less for a rate's sake."""
         self._worker = worker
@@ -144,7 +145,11 @@ class Claimer:
             self._give_back(run)
         self.give_back_unheld()
         if self.is_behind():
+            if not self._said_behind:
+                logger.warning("how jobs have ended cannot be written as quickly as they end: nothing more is claimed")
+            self._said_behind = True
             return BEHIND_SECONDS
+        self._said_behind = False
         came, freed = self._due.take(), self._freed_keys()
         asked = self.slots.demands()
         demands = self._rates.open(asked)

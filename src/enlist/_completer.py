@@ -176,7 +176,7 @@ class Completer:
     @property
     def is_behind(self) -> bool:
         """Whether it has so much to write that nothing more should be claimed."""
-        return len(self._done) + len(self._settled) > MOST_UNWRITTEN
+        return len(self._done) + len(self._settled) + len(self._locked) > MOST_UNWRITTEN
 
     @property
     def empty(self) -> bool:

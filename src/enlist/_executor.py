@@ -42,11 +42,6 @@ ASYNC_HANDLERS_THREADS: Final = 32
 TASKS_SECONDS: Final = 1.0
 """How long tasks that are left at the end may take to do so."""
 
-TURN_SECONDS: Final = 0.001
-"""How long one task runs jobs of a slot: a task for each job costs 6 us, and one that never ends holds up the loop if
-its handlers don't wait for anything. It ends with a job that has set a context variable, or whose task was cancelled:
-neither is for the next."""
-
 ASIDE_THREADS: Final = 8
 """Threads for the worker's own blocking calls around async handlers, which may have taken all of theirs."""
 
@@ -215,25 +210,20 @@ class Executor:
         assert self._loop is not None
         self._loop.call_soon(self._spawn, run, context=contextvars.Context())
 
-    async def _run_async(self, first: Run) -> None:
+    async def _run_async(self, run: Run) -> None:
+        # A task for each job, though it takes 6 us: others may know it, and what they do to it, or keep by it (a
+        # scoped session, say), is not for the next job.
         task = asyncio.current_task()
         assert task is not None
-        run = first
-        turn_ends = time.monotonic() + TURN_SECONDS
-        while True:
-            run.task = task
-            jobs, since = 1, time.monotonic()
-            try:
-                jobs = await self.runner.run_async(run)
-            except BaseException as error:
-                self._ended_unexpectedly(run, error)
-            following = self._next(run, jobs, since)
-            if following is None:
-                return
-            if time.monotonic() > turn_ends or task.cancelling() or len(contextvars.copy_context()):
-                break
-            run = following
-        self._spawn_soon(following)
+        run.task = task
+        jobs, since = 1, time.monotonic()
+        try:
+            jobs = await self.runner.run_async(run)
+        except BaseException as error:
+            self._ended_unexpectedly(run, error)
+        finally:
+            if (following := self._next(run, jobs, since)) is not None:
+                self._spawn_soon(following)
 
 
 async def _end_tasks() -> None:

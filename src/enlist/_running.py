@@ -251,7 +251,8 @@ class Running:
         return [session for sessions in made_by if sessions is not None for session in sessions.used.copy()]
 
     def _give_back(self, run: Run) -> None:
-        self.completer.release(run)
+        if not run.ended:  # cancelled while it waited
+            self.completer.release(run)
 
     def _lost(self, run: Run, why: str) -> None:
         if self.executor.abandon(run, "lease lost"):
@@ -273,7 +274,7 @@ class Running:
         waiting = self.slots.close()
         self._end_claims()
         for run in waiting:
-            self.completer.release(run)
+            self._give_back(run)
         if waiting:
             logger.info("worker %s: %d jobs that had not begun are given back", worker.name, len(waiting))
         while not self.slots.idle and not stop_now.is_set() and (left := end - time.monotonic()) > 0:

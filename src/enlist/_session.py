@@ -32,6 +32,8 @@ class GuardedSession(Session):
     """Base of the session classes made by :func:`guarded`; refuses by name what a handler must not do."""
 
     guard: Guard | None = None
+    closes_itself = False
+    """Whether the application's class has a ``close()`` of its own, which may have more to do."""
 
     def guard_by(self, guard: Guard) -> None:
         """Begin to guard the session for one attempt."""
@@ -39,6 +41,10 @@ class GuardedSession(Session):
         if guard.grouped:
             guard.begun_with = {name: getattr(self, name) for name in SETTINGS} | {"info": dict(self.info)}
         self.info[RUNNING] = guard.job_id
+        if (begun := self.get_transaction()) is not None:  # by an __init__ of the application's
+            guard.used = True
+            for connection in {entry[0] for entry in begun._connections.values()}:
+                _after_begin(self, begun, connection)
         if guard.savepoints:
             guard.base = super().begin(nested=True)  # no IO: the server is told of it at the first use
 
@@ -63,7 +69,7 @@ class GuardedSession(Session):
         :return: False if it has, or if nobody guards it: then it is to be closed.
         """
         guard = self.guard
-        if guard is None or guard.used or guard.savepoints:
+        if guard is None or guard.used or guard.savepoints or self.closes_itself:
             return False
         guard.ours = guard.over = True
         return True
@@ -171,6 +177,7 @@ def guarded(session_class: type[Session]) -> type[GuardedSession]:
 def _subclass(session_class: type[Session]) -> type[GuardedSession]:
     name = f"Guarded{session_class.__name__}"
     made = cast("type[GuardedSession]", type(name, (GuardedSession, session_class), {}))
+    made.closes_itself = session_class.close is not Session.close
     event.listen(made, "after_transaction_create", _after_transaction_create)
     event.listen(made, "after_begin", _after_begin)
     event.listen(made, "before_commit", _before_commit)

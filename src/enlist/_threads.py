@@ -30,6 +30,7 @@ class Threads:
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._idle = 0
+        self._here = threading.local()
 
     def submit(self, function: Callable[[], None]) -> None:
         """Run a function, which must not raise, on a free thread or a new one."""
@@ -50,7 +51,7 @@ class Threads:
     @property
     def here(self) -> bool:
         """Whether this is one of them."""
-        return threading.current_thread() in self._threads
+        return getattr(self._here, "is_one", False)
 
     def stop(self) -> None:
         """End the threads when what they run has returned; doesn't wait for it."""
@@ -65,6 +66,7 @@ class Threads:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
+        self._here.is_one = True  # said by itself: it may run a job before whoever has started it notes it
         while (function := self._work.get()) is not None:
             function()
             del function  # with the job that it ran, payload and all, while this waits for the next
