@@ -306,7 +306,7 @@ class Failing(JobPayload, kind="failing", version=4):
     [
         ({"how": "raise"}, 1, "upgrade() raised LookupError"),
         ({"how": "none"}, 2, "upgrade() returned NoneType, not a dict"),
-        ({"how": "object"}, 2, "reading it raised TypeError"),
+        ({"how": "object"}, 2, "upgrade() returned what is not JSON: TypeError"),
         ({"how": "wrong"}, 3, "payload.number: Input should be a valid integer"),
         ({"number": "secret"}, 4, "payload.number: Input should be a valid integer"),
         ({}, 5, "payload.number: Field required"),
