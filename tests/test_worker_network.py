@@ -172,7 +172,7 @@ STATEMENTS: dict[str, tuple[bytes, str, dict[str, Any]]] = {
     "claim": (b"WITH first_look AS", "away", {}),
     "look at keys": (b"WITH marks AS", "away", KEYED),
     "claim of keys": (b"WITH placed AS", "away", KEYED),
-    "completion": (b"concurrency_slot=$", "away", {}),
+    "completion": (b"UPDATE enlist_job SET status='done'", "away", {}),
     "failure": (b"ordered.delay", "failing", {}),
     "look of the reaper": (b"FOR SHARE SKIP LOCKED", "away", {}),
     "reaper": (b"WITH expired AS", "away", {"status": "running", "attempt": 1, "locked_until": "2000-01-01 00:00+00"}),
