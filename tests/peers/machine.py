@@ -87,8 +87,9 @@ def wait_for_quiet(patience: float = PATIENCE_SECONDS) -> float:
 
 def machine(server_version: str) -> str:
     """A line of facts."""
+    kernel = platform.release().partition("-")[0]
     return (
-        f"{os.cpu_count()} CPUs ({_processor()}), {platform.system()} {platform.release()}, PostgreSQL"
+        f"{os.cpu_count()} CPUs ({_processor()}), {platform.system()} {kernel}, PostgreSQL"
         f" {server_version}, Python {platform.python_version()}"
     )
 
