@@ -314,7 +314,7 @@ def test_of_two_endings_the_first_is_told() -> None:
     """As when a COMMIT goes through at the moment in which the attempt is given up."""
     recorder = Recorder()
     handler = Handler("k", print, None, is_async=False)
-    run = Run(uuid.uuid4(), 1, "k", "q", 1, 2, "{}", "{}", handler, keyed=False, careful=False, lease_ends=0.0)
+    run = Run(uuid.uuid4(), 1, "k", "q", 1, 2, "{}", "{}", handler, careful=False, lease_ends=0.0)
     events = Events((recorder,), "w")
     for name in (EventName.STARTED, EventName.LEASE_LOST, EventName.DONE):
         events.emit(name, run)

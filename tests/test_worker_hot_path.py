@@ -42,9 +42,7 @@ def jobs(observer: Observer) -> Jobs:
 
 def make_run() -> Run:
     handler = Handler("work", print, None, is_async=False)
-    return Run(
-        uuid.uuid4(), 1, "work", "default", 1, 20, "{}", "{}", handler, keyed=False, careful=False, lease_ends=0.0
-    )
+    return Run(uuid.uuid4(), 1, "work", "default", 1, 20, "{}", "{}", handler, careful=False, lease_ends=0.0)
 
 
 @pytest.fixture(params=LOOPS)
@@ -312,9 +310,8 @@ def test_a_claim_that_brings_all_it_may_is_followed_by_another(engine: Engine, j
     assert wanted
 
 
-def test_jobs_are_not_claimed_faster_than_their_endings_are_written(
-    engine: Engine, jobs: Jobs, observer: Observer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def counting(monkeypatch: pytest.MonkeyPatch) -> tuple[HandlerRegistry, list[None], threading.Event]:
+    """A handler that counts its jobs, and says when more have run than small bounds allow on five slots."""
     monkeypatch.setattr(_completer, "MOST_UNWRITTEN", 50)
     monkeypatch.setattr(_slots, "PREFETCH_MOST", 20)
     handlers = HandlerRegistry()
@@ -327,6 +324,13 @@ def test_jobs_are_not_claimed_faster_than_their_endings_are_written(
         if len(ran) > 50 + 2 * (20 + 5):
             too_many.set()
 
+    return handlers, ran, too_many
+
+
+def test_jobs_are_not_claimed_faster_than_their_endings_are_written(
+    engine: Engine, jobs: Jobs, observer: Observer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handlers, ran, too_many = counting(monkeypatch)
     observer.execute("""
         CREATE FUNCTION wait_for_test() RETURNS trigger LANGUAGE plpgsql AS
         $$ BEGIN PERFORM pg_advisory_xact_lock_shared(1); RETURN NEW; END $$;
@@ -348,18 +352,7 @@ def test_nor_faster_than_rows_let_themselves_be_written(
     engine: Engine, jobs: Jobs, observer: Observer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also endings that are put off, since a trigger passes by their rows, are to be written."""
-    monkeypatch.setattr(_completer, "MOST_UNWRITTEN", 50)
-    monkeypatch.setattr(_slots, "PREFETCH_MOST", 20)
-    handlers = HandlerRegistry()
-    ran: list[None] = []
-    too_many = threading.Event()
-
-    @handlers.handler("work")
-    def work(session: Session, job: Job[Any]) -> None:
-        ran.append(None)
-        if len(ran) > 50 + 2 * (20 + 5):
-            too_many.set()
-
+    handlers, ran, too_many = counting(monkeypatch)
     observer.execute("""
         CREATE FUNCTION pass_by() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RETURN NULL; END $$;
         CREATE TRIGGER pass_by BEFORE UPDATE ON enlist_job FOR EACH ROW

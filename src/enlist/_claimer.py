@@ -105,8 +105,8 @@ class Claimer:
         self.loop = Loop("claim", self.step, poll_interval)
         self._due = DueTimes(poll_interval)
         self._others = others
-        self._keyed: dict[Run, str] = {}
-        """The concurrency keys of the jobs in hand."""
+        self._keyed: set[Run] = set()
+        """The jobs in hand that have a concurrency key."""
         self._again = math.inf
         """In how many seconds to claim again, if nothing makes it come sooner."""
         self._unanswered = False
@@ -190,8 +190,9 @@ class Claimer:
         if not self._keyed:
             return set()
         held = set(self._leases.all())
-        ended = [run for run in list(self._keyed) if run not in held]
-        return {self._keyed.pop(run) for run in ended}
+        ended = self._keyed - held
+        self._keyed -= ended
+        return {run.concurrency_key for run in ended if run.concurrency_key is not None}
 
     def _leave_to_others(self, queues: set[str], keys: set[str]) -> None:
         if self._others is not None and (queues or keys):
@@ -388,7 +389,7 @@ class Claimer:
         runs = [Run.of(row, self._handlers[row.kind], ends, self._worker) for row in rows]
         self._leases.add(*runs)
         if self._others is not None:
-            self._keyed |= {run: run.concurrency_key for run in runs if run.concurrency_key is not None}
+            self._keyed.update(run for run in runs if run.keyed)
         runs.sort(key=_place)
         return runs
 

@@ -53,7 +53,6 @@ class Run:
     """As JSON, not yet looked at."""
     meta: str
     handler: Handler
-    keyed: bool
     careful: bool
     lease_ends: float
     """By the monotonic clock."""
@@ -100,7 +99,6 @@ class Run:
             payload,
             meta,
             handler,
-            keyed=key is not None,
             careful=lost > 0 or attempt >= most,
             lease_ends=lease_ends,
             priority=priority,
@@ -110,6 +108,11 @@ class Run:
             worker=worker,
             due=due,
         )
+
+    @property
+    def keyed(self) -> bool:
+        """Whether it has a concurrency key."""
+        return self.concurrency_key is not None
 
     def abandon(self, reason: str) -> bool:
         """Say that the attempt no longer counts; return False if that was said before."""
