@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import sqlalchemy as sa
@@ -14,7 +13,7 @@ from enlist._transactions import IN_FAILED_TRANSACTION
 from enlist.exceptions import LeaseLost, TransactionAborted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from sqlalchemy.orm import Session
 
@@ -49,10 +48,13 @@ def finish(session: GuardedSession) -> bool:
     guard = _checked(session)
     if not _is_used(session, guard):
         return False
-    with _telling_of_swallowed_errors():
+    try:
         connection = _connection(session, guard)
         statement = of_this_minute(guard.statements.finish)
         row = connection.execute(statement, {"job_id": guard.job_id, "token": guard.token}).first()
+    except sa.exc.SQLAlchemyError as error:
+        _tell_of_swallowed(error)
+        raise
     if row is None:
         raise LeaseLost(guard.job_id)
     _commit(session, guard)
@@ -66,13 +68,17 @@ def close_member(session: GuardedSession) -> bool:
     """
     guard = _checked(session)
     if guard.used:
-        with _telling_of_swallowed_errors():
+        try:
             guard.check_roots()
             while (left_open := session.get_nested_transaction()) is not None:
                 left_open.commit()  # else the next could undo it
             session.flush()
-        if any(is_transaction_failed(used.connection.driver_connection) for used, _ in guard.roots):
-            raise TransactionAborted(SWALLOWED)
+        except sa.exc.SQLAlchemyError as error:
+            _tell_of_swallowed(error)
+            raise
+        for used, _ in guard.roots:
+            if is_transaction_failed(used.connection.driver_connection):
+                raise TransactionAborted(SWALLOWED)
     if len(session.identity_map):  # the flush has left objects nowhere else
         session.expunge_all()
     session.as_it_was()
@@ -89,7 +95,7 @@ def finish_group(session: GuardedSession, runs: Sequence[Run]) -> bool:
     guard = _checked(session)
     if not _is_used(session, guard):
         return False
-    with _telling_of_swallowed_errors():
+    try:
         connection = _connection(session, guard)
         statement = of_this_minute(guard.statements.finish_group)
         held = {"ids": [run.id for run in runs], "tokens": [run.token for run in runs]}
@@ -97,6 +103,9 @@ def finish_group(session: GuardedSession, runs: Sequence[Run]) -> bool:
         are_all = result.rowcount == len(runs)  # no row is updated twice; to read 200 ids takes 0.5 ms
         done = set() if are_all else {(row.id, row.lease_token) for row in result}
         result.close()
+    except sa.exc.SQLAlchemyError as error:
+        _tell_of_swallowed(error)
+        raise
     for run in () if are_all else runs:
         # With the token: a job that was lost may have been claimed again, by this worker, into this very group.
         if (run.id, run.token) not in done:
@@ -153,17 +162,16 @@ def _commit(session: GuardedSession, guard: Guard) -> None:
     session.commit()
 
 
-@contextmanager
-def _telling_of_swallowed_errors() -> Iterator[None]:
-    try:
-        yield
-    except sa.exc.PendingRollbackError:
+def _tell_of_swallowed(error: sa.exc.SQLAlchemyError) -> None:
+    """Say what an error means that tells of another before it, which the handler has swallowed.
+
+    :raises TransactionAborted: it does.
+    """
+    if isinstance(error, sa.exc.PendingRollbackError):
         # from None: its text has that of the flush's error, bound parameters and all.
         raise TransactionAborted(
             "the handler returned after a flush that failed, whose error it swallowed: the transaction is rolled back;"
             " let the error out, or flush inside of a savepoint (session.begin_nested())"
         ) from None
-    except sa.exc.DBAPIError as error:
-        if sqlstate(error) == IN_FAILED_TRANSACTION:
-            raise TransactionAborted(SWALLOWED) from error
-        raise
+    if isinstance(error, sa.exc.DBAPIError) and sqlstate(error) == IN_FAILED_TRANSACTION:
+        raise TransactionAborted(SWALLOWED) from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-import weakref
+from functools import lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -35,6 +35,9 @@ LASTING: Final = re.compile(
 )
 """What lasts as long as the transaction and is for the job alone that sends it: ``SET LOCAL``, a savepoint by its name,
 a temporary table."""
+
+READ_CHARACTERS: Final = 2000
+"""Statements up to this length are read once: it takes 4 us, and most come again and again."""
 
 SNAPSHOT_LEVELS: Final = frozenset({"REPEATABLE READ", "SERIALIZABLE"})
 
@@ -113,9 +116,10 @@ class Guard:
             raise self.refuse("COMMIT or ROLLBACK on the driver's connection")
         if connection not in self.spoken:
             self.spoken |= {connection}
-        if (ending := ENDING_STATEMENT.match(statement)) is not None:
-            raise self.refuse(ending[1])
-        if self.grouped and LASTING.search(statement) is not None:
+        ending, lasts = _read(statement) if len(statement) > READ_CHARACTERS else _read_before(statement)
+        if ending is not None:
+            raise self.refuse(ending)
+        if lasts and self.grouped:
             self.alone = True
 
     def follow(self, session: Session, job_id: uuid.UUID, token: int) -> None:
@@ -155,8 +159,17 @@ class Guard:
         return self._hold_lock or level.replace("_", " ").upper() in SNAPSHOT_LEVELS
 
 
-GUARDS: Final[weakref.WeakKeyDictionary[sa.Connection, Guard]] = weakref.WeakKeyDictionary()
-"""Of the connections that handlers' sessions have; until :meth:`Guard.forget`, since a guard knows its connections."""
+GUARDS: Final[dict[sa.Connection, Guard]] = {}
+"""Of the connections that handlers' sessions have; until :meth:`Guard.forget`."""
+
+
+def _read(statement: str) -> tuple[str | None, bool]:
+    """The word by which a statement ends the transaction, if it does, and whether it is :data:`LASTING`."""
+    ending = ENDING_STATEMENT.match(statement)
+    return None if ending is None else ending[1], LASTING.search(statement) is not None
+
+
+_read_before = lru_cache(maxsize=1000)(_read)
 
 
 def _refusing(connection: sa.Connection) -> Guard | None:
@@ -169,11 +182,15 @@ def _refusing(connection: sa.Connection) -> Guard | None:
 # first: SQLAlchemy takes the transaction to be over then, and would give the connection back in it.
 
 
-@event.listens_for(sa.Engine, "before_cursor_execute")
-def _refuse_ending_statement(connection: sa.Connection, _cursor: Any, statement: str, *_rest: Any) -> None:
+@event.listens_for(sa.Engine, "before_cursor_execute", retval=True)
+def _refuse_ending_statement(
+    connection: sa.Connection, _cursor: Any, statement: str, parameters: Any, _context: Any, _many: bool
+) -> tuple[str, Any]:
     """Refuse ``session.execute(text("COMMIT"))``."""
-    if (guard := _refusing(connection)) is not None:
+    # It returns what it was given, since SQLAlchemy wraps one that returns nothing in a function that does.
+    if (guard := GUARDS.get(connection)) is not None and not guard.ours:
         guard.refuse_ending_statement(connection, statement)
+    return statement, parameters
 
 
 @event.listens_for(sa.Engine, "commit")

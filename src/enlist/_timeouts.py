@@ -41,6 +41,8 @@ class Timeouts:
 
     def forget(self, run: Run) -> None:
         """Watch it no more: it has returned."""
+        if run.handler.timeout_seconds is None:
+            return
         with self._lock:
             self._ends.pop(run, None)
 

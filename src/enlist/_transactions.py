@@ -98,10 +98,15 @@ def _handle_error(context: sa.ExceptionContext) -> None:
             write.ending = Ending.ROLLBACK_SENT
 
 
-def _before_cursor_execute(connection: sa.Connection, _cursor: Any, statement: str, *_: Any) -> None:
-    # The first character rules most statements out.
-    if statement[:1] in "SIUDWsiudw":
-        return
+def _before_cursor_execute(
+    connection: sa.Connection, _cursor: Any, statement: str, parameters: Any, _context: Any, _many: bool
+) -> tuple[str, Any]:
+    if statement[:1] not in "SIUDWsiudw":  # most are ruled out by their first character
+        _look_for_ending(connection, statement)
+    return statement, parameters  # SQLAlchemy wraps a listener that returns nothing in a function that does
+
+
+def _look_for_ending(connection: sa.Connection, statement: str) -> None:
     ending = ENDING_STATEMENT.match(statement)
     # PREPARE TRANSACTION is how SQLAlchemy prepares one; its end is told by an event.
     if ending is not None and not ending[1].upper().startswith("PREPARE"):
@@ -161,7 +166,7 @@ def _end(connection: sa.Connection, ending: Ending, is_prepared: bool = False) -
         write.ending = Ending.PAST_US if past_us else ending
 
 
-_LISTENERS: Final[dict[str, Callable[..., None]]] = {
+_LISTENERS: Final[dict[str, Callable[..., Any]]] = {
     "before_cursor_execute": _before_cursor_execute,
     "commit": _commit,
     "commit_twophase": _commit,
@@ -171,4 +176,4 @@ _LISTENERS: Final[dict[str, Callable[..., None]]] = {
     "rollback_twophase": _rollback,
 }
 for _name, _listener in _LISTENERS.items():
-    event.listen(sa.Engine, _name, _listener)
+    event.listen(sa.Engine, _name, _listener, **({"retval": True} if _name == "before_cursor_execute" else {}))
