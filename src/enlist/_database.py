@@ -12,6 +12,7 @@ import sqlalchemy as sa
 from sqlalchemy import event
 from sqlalchemy.exc import DBAPIError, OperationalError
 
+from enlist._direct import direct
 from enlist._driver import sqlstate
 from enlist._log import Log
 from enlist._statements import Statements, statements_for
@@ -41,6 +42,9 @@ PREPARED: Final = "enlist: prepared since"
 
 NOT_OURS: Final = frozenset({"26000", "42P05", "0A000"})
 """There is no such prepared statement, or another's; or it returns something else since the table was changed."""
+
+CLAIMS: Final = ("claim", "claim_among", "claim_limited")
+"""Statements that a job waits for."""
 
 SEARCHES: Final = ("claim", "claim_among", "claim_limited", "look", "notify_of_keys", "expired")
 """Statements that may read much: they get twice the time. What is always cut off never comes to an end."""
@@ -84,12 +88,15 @@ class Database:
             level = connection.execute(self.statements.isolation).scalar_one()
         self._single = self.engine if level == "read committed" else self._explicit
 
-    def execute(self, statement: sa.Executable, parameters: Mapping[str, Any]) -> Sequence[sa.Row[Any]]:
+    def execute(self, statement: sa.Executable, parameters: Mapping[str, Any]) -> Sequence[Any]:
         """Run one statement in a transaction of its own and return its rows."""
         built = vars(self.statements)
         searches = any(built.get(name) is statement for name in SEARCHES)
         seconds = self.seconds * 2 if searches else self.seconds
+        waits = any(built.get(name) is statement for name in CLAIMS)
         with self._connection(self._single, seconds) as connection, connection.begin():
+            if waits:
+                return direct(statement).rows(connection, parameters)
             return connection.execute(statement, parameters).all()
 
     def write(

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import sqlalchemy as sa
 
+from enlist._direct import direct
 from enlist._driver import is_transaction_failed, sqlstate
 from enlist._staging import has_waiting, write_waiting
 from enlist._statements import of_this_minute
@@ -50,12 +51,12 @@ def finish(session: GuardedSession) -> bool:
         return False
     try:
         connection = _connection(session, guard)
-        statement = of_this_minute(guard.statements.finish)
-        row = connection.execute(statement, {"job_id": guard.job_id, "token": guard.token}).first()
+        statement = direct(of_this_minute(guard.statements.finish))
+        done = statement.count(connection, {"job_id": guard.job_id, "token": guard.token})
     except sa.exc.SQLAlchemyError as error:
         _tell_of_swallowed(error)
         raise
-    if row is None:
+    if not done:
         raise LeaseLost(guard.job_id)
     _commit(session, guard)
     return True

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import sqlalchemy as sa
 
+from enlist._direct import direct
 from enlist._driver import shown_url
 from enlist._log import Log
 from enlist._loop import Backoff
@@ -249,7 +250,7 @@ class _Sender:
             self._engine = self._make_engine()
             self._connection = self._engine.connect().execution_options(isolation_level="AUTOCOMMIT")
         if topic.queue is not None:
-            self._connection.execute(topic.statements.notify, {"queue": topic.queue})
+            direct(topic.statements.notify).rows(self._connection, {"queue": topic.queue})
         else:
             self._connection.execute(topic.statements.notify_cancelled, {"messages": list(messages)})
 

@@ -1,0 +1,303 @@
+"""Statements straight to the driver: they do what SQLAlchemy would do, and step aside where anybody looks on."""
+
+from __future__ import annotations
+
+import datetime as dt
+import logging
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import psycopg
+import pytest
+import sqlalchemy as sa
+from psycopg import errors
+from sqlalchemy import event
+from sqlalchemy.orm import Session
+
+from enlist import HandlerRegistry, Job, JobRecord, JobRepository, Worker, notifier
+from enlist._direct import Direct, direct
+from enlist._statements import Seconds, UuidsAsText, statements_for
+from tests.jobs import Note
+from tests.support import Observer
+from tests.support.jobs import Jobs
+
+FINISH = "UPDATE /* g"
+"""How the UPDATE begins that sets a handler's job done."""
+
+
+@pytest.fixture
+def jobs(observer: Observer) -> Jobs:
+    return Jobs(observer)
+
+
+@pytest.fixture
+def straight(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The statements that went straight to the driver."""
+    sent: list[str] = []
+
+    class Recording(psycopg.RawCursor[Any]):
+        def execute(self, query: Any, *arguments: Any, **options: Any) -> Any:
+            sent.append(query)
+            return super().execute(query, *arguments, **options)
+
+    monkeypatch.setattr(psycopg, "RawCursor", Recording)
+    return sent
+
+
+def work_one(engine: sa.Engine, jobs: Jobs) -> None:
+    """Run a job that uses its session."""
+    handlers = HandlerRegistry()
+
+    @handlers.handler("work")
+    def work(session: Session, job: Job[Any]) -> None:
+        session.execute(sa.text("SELECT 1"))
+
+    jobs.add("work")
+    Worker(engine, handlers).drain(20)
+    assert jobs.counts() == {"done": 1}
+
+
+def ordinary(statement: sa.Executable) -> Callable[[sa.Connection, dict[str, Any]], Any]:
+    return lambda connection, parameters: connection.execute(statement, parameters).all()
+
+
+def both(statement: sa.Executable) -> list[Callable[[sa.Connection, dict[str, Any]], Any]]:
+    return [Direct(statement).rows, ordinary(statement)]
+
+
+# -- who gets what ---------------------------------------------------------------------------------------------
+
+
+def test_what_each_job_waits_for_goes_straight(engine: sa.Engine, jobs: Jobs, straight: list[str]) -> None:
+    work_one(engine, jobs)
+    assert any(text.startswith(FINISH) for text in straight)
+    assert any("locked_by" in text and "SKIP LOCKED" in text for text in straight)
+
+
+def test_a_notification_goes_straight(engine: sa.Engine, observer: Observer, straight: list[str]) -> None:
+    observer.listen(statements_for(JobRecord.__table__).channel)
+    with Session(engine) as session:
+        JobRepository().enqueue(session, Note())
+        session.commit()
+    assert observer.notified() == ["default"]
+    notifier.close_all()
+    assert any("pg_notify" in text for text in straight)
+
+
+Way = Callable[[sa.Engine], AbstractContextManager[sa.Engine]]
+
+
+def hear(*_arguments: Any) -> None:
+    """Somebody else's listener."""
+
+
+def listening(name: str, *, everywhere: bool = False) -> Way:
+    @contextmanager
+    def way(engine: sa.Engine) -> Iterator[sa.Engine]:
+        target = sa.Engine if everywhere else engine
+        event.listen(target, name, hear)
+        yield engine
+        event.remove(target, name, hear)
+
+    return way
+
+
+@contextmanager
+def logging_info(engine: sa.Engine) -> Iterator[sa.Engine]:
+    logger = logging.getLogger("sqlalchemy.engine")
+    logger.setLevel(logging.INFO)
+    try:
+        yield sa.create_engine(engine.url)  # SQLAlchemy asks when an engine is made, and when it connects
+    finally:
+        logger.setLevel(logging.NOTSET)
+
+
+@contextmanager
+def echoing(engine: sa.Engine) -> Iterator[sa.Engine]:
+    yield sa.create_engine(engine.url, echo=True)
+
+
+class Watched(psycopg.Connection[Any]):
+    """What stands in the place of psycopg's."""
+
+
+@contextmanager
+def replaced(engine: sa.Engine) -> Iterator[sa.Engine]:
+    url = engine.url.set(drivername="postgresql").render_as_string(hide_password=False)
+    yield sa.create_engine(engine.url, creator=lambda: Watched.connect(url))
+
+
+@contextmanager
+def translated(engine: sa.Engine) -> Iterator[sa.Engine]:
+    yield engine.execution_options(schema_translate_map={"nowhere": "public"})
+
+
+EVENTS = ["before_cursor_execute", "after_cursor_execute", "before_execute", "after_execute", "handle_error"]
+OBSERVED: dict[str, Way] = {
+    **{name: listening(name) for name in EVENTS},
+    "every engine": listening("after_cursor_execute", everywhere=True),
+    "log": logging_info,
+    "echo": echoing,
+    "replaced": replaced,
+    "translated": translated,
+}
+
+
+@pytest.mark.parametrize("way", OBSERVED)
+def test_where_somebody_looks_on_it_goes_through_sqlalchemy(
+    way: str, engine: sa.Engine, jobs: Jobs, straight: list[str]
+) -> None:
+    with OBSERVED[way](engine) as observed:
+        work_one(observed, jobs)
+    observed.dispose()
+    assert not [text for text in straight if text.startswith(FINISH)]
+
+
+def test_a_listener_that_comes_later_hears_the_next(engine: sa.Engine, straight: list[str]) -> None:
+    statement = sa.select(sa.literal(1))
+    heard: list[str] = []
+
+    def note(_connection: Any, _cursor: Any, text: str, *_rest: Any) -> None:
+        heard.append(text)
+
+    with engine.connect() as connection:
+        Direct(statement).rows(connection, {})
+        assert len(straight) == 1
+        event.listen(engine, "before_cursor_execute", note)
+        Direct(statement).rows(connection, {})
+        event.remove(engine, "before_cursor_execute", note)
+    assert (len(straight), len(heard)) == (1, 1)
+
+
+# -- what is sent ----------------------------------------------------------------------------------------------
+
+A, B = sa.bindparam("a", type_=sa.Integer), sa.bindparam("b", type_=sa.Integer)
+ID = uuid.uuid4()
+VALUES: dict[str, tuple[sa.Executable, dict[str, Any]]] = {
+    "twice": (sa.select((A + B).label("x"), (A - B).label("y")), {"a": 5, "b": 3}),
+    "percent": (sa.select((A % 4).label("x"), sa.literal_column("'100%% of %(a)s'").label("y")), {"a": 7}),
+    "constants": (sa.select(sa.literal("o'clock").label("x"), sa.literal(None, sa.Text).label("y")), {}),
+    "null": (sa.select(A.label("x"), sa.func.coalesce(B, 9).label("y")), {"a": None, "b": None}),
+    "types": (
+        sa.select(
+            sa.cast(sa.bindparam("a", type_=sa.Uuid), sa.Text).label("x"),
+            sa.cast(sa.bindparam("b", type_=sa.ARRAY(sa.Text)), sa.Text).label("y"),
+        ),
+        {"a": ID, "b": ["", "ä", "%s", "$1", '"', "\\", None]},
+    ),
+    "converted": (
+        sa.select(
+            sa.cast(sa.bindparam("a", type_=Seconds), sa.Text).label("x"),
+            sa.cast(sa.bindparam("b", type_=UuidsAsText), sa.Text).label("y"),
+        ),
+        {"a": dt.timedelta(minutes=1.5), "b": [ID, ID]},
+    ),
+    "no rows": (sa.select(A.label("x"), A.label("y")).where(sa.false()), {"a": 1}),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_it_sends_and_reads_what_sqlalchemy_would(name: str, engine: sa.Engine, straight: list[str]) -> None:
+    statement, parameters = VALUES[name]
+    with engine.connect() as connection:
+        there, here = (way(connection, parameters) for way in both(statement))
+        assert [tuple(row) for row in there] == [tuple(row) for row in here]
+        assert [(row.x, row.y) for row in there] == [(row.x, row.y) for row in here]
+        assert Direct(statement).count(connection, parameters) == len(here)
+    assert len(straight) == 2
+
+
+def test_a_parameter_that_is_missing_is_not_sent_as_null(engine: sa.Engine) -> None:
+    with engine.connect() as connection, pytest.raises(KeyError):
+        Direct(sa.select(A + B)).rows(connection, {"a": 1})
+
+
+def test_it_is_part_of_the_connections_transaction(engine: sa.Engine, observer: Observer) -> None:
+    made = direct(sa.text("CREATE TABLE made_here (x int)"))
+    with engine.connect() as connection:
+        made.count(connection, {})
+        connection.rollback()
+    assert observer.scalar("SELECT to_regclass('made_here')") is None
+
+
+# -- what is raised --------------------------------------------------------------------------------------------
+
+ERRORS: dict[str, sa.Executable] = {
+    "conflict": sa.text("DO $$ BEGIN RAISE EXCEPTION 'refused' USING ERRCODE = '40001'; END $$"),
+    "arithmetic": sa.select(sa.literal_column("1/0")),
+    "no table": sa.select(sa.literal_column("1")).select_from(sa.table("nowhere")),
+    "read-only": sa.text("INSERT INTO enlist_job DEFAULT VALUES"),
+    "terminated": sa.select(sa.func.pg_terminate_backend(sa.func.pg_backend_pid())),
+}
+LOST = {"read-only", "terminated"}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_its_errors_are_sqlalchemys(name: str, engine: sa.Engine) -> None:
+    told: list[sa.exc.DBAPIError] = []
+    for send in both(ERRORS[name]):
+        with engine.connect() as connection:
+            if name == "read-only":
+                connection.exec_driver_sql("SET TRANSACTION READ ONLY")
+            with pytest.raises(sa.exc.DBAPIError) as caught:
+                send(connection, {})
+            told.append(caught.value)
+            if len(told) == 1:
+                assert connection.invalidated == (name in LOST)
+                assert caught.value.connection_invalidated == (name in LOST)
+                assert caught.value.__cause__ is caught.value.orig
+    there, here = told
+    assert type(there) is type(here)
+    assert type(there.orig) is type(here.orig)
+    assert str(there).splitlines()[0] == str(here).splitlines()[0]
+
+
+def test_the_others_of_a_pool_are_dropped_with_one_that_is_lost(engine: sa.Engine) -> None:
+    with engine.connect() as first, engine.connect() as second:
+        other = second.connection.driver_connection
+        second.close()
+        with pytest.raises(sa.exc.DBAPIError):
+            direct(ERRORS["terminated"]).rows(first, {})
+    with engine.connect() as connection:
+        assert connection.connection.driver_connection is not other
+
+
+def test_a_conflict_at_the_last_statement_runs_the_handler_again(
+    engine: sa.Engine, jobs: Jobs, observer: Observer
+) -> None:
+    """As one that any other statement of its transaction meets."""
+    observer.execute(
+        """
+        CREATE SEQUENCE tries;
+        CREATE FUNCTION conflict() RETURNS trigger LANGUAGE plpgsql AS $$
+        BEGIN
+            IF nextval('tries') < 3 THEN
+                RAISE EXCEPTION 'try again' USING ERRCODE = '40001';
+            END IF;
+            RETURN NEW;
+        END $$;
+        CREATE TRIGGER conflict BEFORE UPDATE ON enlist_job FOR EACH ROW WHEN (NEW.status = 'done')
+        EXECUTE FUNCTION conflict()
+        """
+    )
+    work_one(engine, jobs)
+    assert observer.scalar("SELECT attempt FROM enlist_job") == 1
+
+
+def test_a_swallowed_error_is_still_told(
+    engine: sa.Engine, jobs: Jobs, observer: Observer, straight: list[str]
+) -> None:
+    handlers = HandlerRegistry()
+
+    @handlers.handler("work")
+    def work(session: Session, job: Job[Any]) -> None:
+        with pytest.raises(sa.exc.DBAPIError) as caught:
+            session.execute(sa.text("SELECT 1/0"))
+        assert isinstance(caught.value.orig, errors.DivisionByZero)
+
+    jobs.add("work", max_attempts=1)
+    Worker(engine, handlers).drain(20)
+    assert any(text.startswith(FINISH) for text in straight)
+    assert "swallowed" in str(observer.scalar("SELECT last_error FROM enlist_job"))
