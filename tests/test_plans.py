@@ -14,9 +14,10 @@ from sqlalchemy import Engine
 
 from enlist import JobRecord
 from enlist._statements import NO_MARKS, Statements, keys, statements_for
+from tests.support import Observer
 from tests.support.claims import claim, claim_parameters, look
 from tests.support.databases import Databases
-from tests.support.plans import Mode, Scan, plan_of, scans
+from tests.support.plans import Mode, Scan, nodes, plan_of, scans
 
 TABLE = "enlist_job"
 STATEMENTS: Statements = statements_for(JobRecord.metadata.tables[TABLE])
@@ -214,3 +215,16 @@ def test_a_long_line_for_one_key_holds_up_nobody(engine: Engine, held: bool) -> 
     assert len(taken) == 5
     assert {row.concurrency_key for row in seen} == (set() if held else {"hot"})
     assert plan["Shared Hit Blocks"] + plan["Shared Read Blocks"] < (25_000 if held else 5_000)
+
+
+def test_beside_an_old_snapshot_a_claim_walks_over_the_taken_jobs_once(engine: Engine, observer: Observer) -> None:
+    """Their entries stay in the index: one walk finds where a class begins, and what is taken begins there."""
+    with engine.connect() as old:
+        old.execution_options(isolation_level="REPEATABLE READ").exec_driver_sql("SELECT count(*) FROM enlist_job")
+        insert = "INSERT INTO enlist_job (id, kind) SELECT gen_random_uuid(), 'a' FROM generate_series(1, %s)"
+        observer.execute(insert, 5000)
+        observer.execute("UPDATE enlist_job SET status = 'done'")
+        observer.execute(insert, 20)
+        plan = plan_of(engine, STATEMENTS.claim, CLAIM, "custom", ", ANALYZE, BUFFERS")
+    walks = [node["Shared Hit Blocks"] for node in nodes(plan) if node.get("Index Name") == "enlist_job_ready"]
+    assert sum(blocks > 50 for blocks in walks) == 1, walks

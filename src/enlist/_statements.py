@@ -754,27 +754,30 @@ class Statements:
         """The priorities that a queue has jobs of, from the highest down; a recursive CTE, stepped through on demand.
 
         So jobs that are due later, of whatever priority, are not walked over: a class has those due now at its
-        front. Each step is one probe of the index. The classes that have a mark are known; looked for are others
-        between them, where there are no entries of taken jobs to walk over.
+        front. Each step is one probe of the index; it tells where the class begins as well, so that the entries of
+        taken jobs before that are walked over once only. The classes that have a mark are known; looked for are
+        others between them, where there are no entries of taken jobs to walk over.
         """
-        number = sa.literal_column("32768", sa.Integer)  # above the highest
-        above = sa.select(number.label("priority")).cte("classes", recursive=True, nesting=True)
         job = self.own.alias("job")
-        below = (
-            sa.select(job.c.priority)
+        place = (job.c.run_at, job.c.id) if marks is None else ()
+        number = sa.literal_column("32768", sa.Integer)  # above the highest
+        first = sa.select(number.label("priority"), *(sa.cast(sa.null(), at.type).label(at.name) for at in place))
+        above = first.cte("classes", recursive=True, nesting=True)
+        probe = (
+            sa.select(sa.cast(job.c.priority, sa.Integer).label("priority"), *place)
             .where(
                 _status("job", "queued"),
                 _in_line(job, keyed),
                 job.c.queue == asked.c.queue,
                 job.c.priority < above.c.priority,
             )
-            .order_by(job.c.priority.desc())
+            .order_by(job.c.priority.desc(), *place)
             .limit(sa.literal_column("1"))
         )
-        is_one = above.c.priority.is_not(None)
         if marks is None:
-            following = sa.cast(below.correlate(asked, above).scalar_subquery(), sa.Integer)
-            return above.union_all(sa.select(following).select_from(above).where(is_one).correlate(asked))
+            following = probe.correlate(asked, above).lateral("following")
+            return above.union_all(sa.select(following).select_from(above.join(following, sa.true())).correlate(asked))
+        is_one = above.c.priority.is_not(None)
         mark = marks.alias()
         known = (
             sa.select(sa.func.max(mark.c.priority).label("priority"))
@@ -782,7 +785,7 @@ class Statements:
             .correlate(asked, above)
             .lateral("known")
         )
-        between = below.where(job.c.priority > sa.func.coalesce(known.c.priority, sa.literal_column("-32769")))
+        between = probe.where(job.c.priority > sa.func.coalesce(known.c.priority, sa.literal_column("-32769")))
         highest = between.correlate(asked, above, known).scalar_subquery()
         step = sa.select(sa.cast(sa.func.coalesce(highest, known.c.priority), sa.Integer))
         return above.union_all(step.select_from(above.join(known, sa.true())).where(is_one).correlate(asked))
@@ -832,7 +835,9 @@ class Statements:
                 return sa.func.coalesce(found, sa.cast(_word(start), column.type))
 
             since = sa.tuple_(marked(mark.c.run_at, "-infinity"), marked(mark.c.id, str(uuid.UUID(int=0))))
-            due = due.where(sa.tuple_(job.c.run_at, job.c.id) >= since)
+        else:
+            since = sa.tuple_(classes.c.run_at, classes.c.id)
+        due = due.where(sa.tuple_(job.c.run_at, job.c.id) >= since)
         due = due.order_by(job.c.run_at, job.c.id).limit(number).correlate(asked, classes)
         if not keyed:
             due = due.with_for_update(key_share=True, skip_locked=True)

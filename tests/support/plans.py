@@ -62,3 +62,10 @@ def _scans(node: Any, table: str, *, repeated: bool) -> Iterator[Scan]:
         loop = role == "SubPlan" or (role == "Inner" and how in {"Nested Loop", "Recursive Union"})
         # An InitPlan, also that of a CTE, is run once at most, wherever it stands.
         yield from _scans(part, table, repeated=loop or (repeated and role != "InitPlan"))
+
+
+def nodes(plan: Any) -> Iterator[Any]:
+    """All nodes of a plan."""
+    yield plan
+    for part in plan.get("Plans", ()):
+        yield from nodes(part)
