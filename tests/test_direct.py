@@ -134,7 +134,10 @@ def translated(engine: sa.Engine) -> Iterator[sa.Engine]:
     yield engine.execution_options(schema_translate_map={"nowhere": "public"})
 
 
-EVENTS = ["before_cursor_execute", "after_cursor_execute", "before_execute", "after_execute", "handle_error"]
+EVENTS = [
+    *("before_cursor_execute", "after_cursor_execute", "before_execute", "after_execute"),
+    *("do_execute", "handle_error"),
+]
 OBSERVED: dict[str, Way] = {
     **{name: listening(name) for name in EVENTS},
     "every engine": listening("after_cursor_execute", everywhere=True),

@@ -126,13 +126,14 @@ def _driver_of(connection: sa.Connection) -> psycopg.Connection[Any] | None:
     engine = cast("Any", connection.engine)
     if type(driver_connection) is not psycopg.Connection or engine.logger.isEnabledFor(logging.INFO):
         return None
-    events = engine.dispatch
+    events, dialect_events = engine.dispatch, engine.dialect.dispatch
     for listeners in (
         events.before_cursor_execute,
         events.after_cursor_execute,
         events.before_execute,
         events.after_execute,
-        engine.dialect.dispatch.handle_error,
+        dialect_events.do_execute,
+        dialect_events.handle_error,
     ):
         for listener in listeners:
             if not getattr(listener, "__module__", "").startswith("enlist."):
