@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy import event
@@ -18,7 +18,7 @@ from enlist.exceptions import CommitRefused
 if TYPE_CHECKING:
     import datetime as dt
     import uuid
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from sqlalchemy.orm import Session, SessionTransaction
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from enlist.models import JobRecordMixin
 
 __all__ = ["GUARDS", "Guard"]
+
+T = TypeVar("T")
 
 LASTING: Final = re.compile(
     r"\bset_config\b|(?:^|;)\s*(?:/\*.*?\*/\s*|--[^\n]*\n\s*)*"
@@ -38,6 +40,28 @@ a temporary table."""
 
 READ_CHARACTERS: Final = 2000
 """Statements up to this length are read once: it takes 4 us, and most come again and again."""
+
+
+def _reading_once(read: Callable[[str], T]) -> Callable[[str], T]:
+    known = lru_cache(maxsize=1000)(read)
+
+    def reading(statement: str) -> T:
+        return known(statement) if len(statement) <= READ_CHARACTERS else read(statement)
+
+    return reading
+
+
+@_reading_once
+def _ending(statement: str) -> str | None:
+    """The word by which a statement ends the transaction, if it does."""
+    found = ENDING_STATEMENT.match(statement)
+    return None if found is None else found[1]
+
+
+@_reading_once
+def _lasts(statement: str) -> bool:
+    return LASTING.search(statement) is not None
+
 
 SNAPSHOT_LEVELS: Final = frozenset({"REPEATABLE READ", "SERIALIZABLE"})
 
@@ -116,10 +140,9 @@ class Guard:
             raise self.refuse("COMMIT or ROLLBACK on the driver's connection")
         if connection not in self.spoken:
             self.spoken |= {connection}
-        ending, lasts = _read(statement) if len(statement) > READ_CHARACTERS else _read_before(statement)
-        if ending is not None:
+        if (ending := _ending(statement)) is not None:
             raise self.refuse(ending)
-        if lasts and self.grouped:
+        if self.grouped and _lasts(statement):
             self.alone = True
 
     def follow(self, session: Session, job_id: uuid.UUID, token: int) -> None:
@@ -161,15 +184,6 @@ class Guard:
 
 GUARDS: Final[dict[sa.Connection, Guard]] = {}
 """Of the connections that handlers' sessions have; until :meth:`Guard.forget`."""
-
-
-def _read(statement: str) -> tuple[str | None, bool]:
-    """The word by which a statement ends the transaction, if it does, and whether it is :data:`LASTING`."""
-    ending = ENDING_STATEMENT.match(statement)
-    return None if ending is None else ending[1], LASTING.search(statement) is not None
-
-
-_read_before = lru_cache(maxsize=1000)(_read)
 
 
 def _refusing(connection: sa.Connection) -> Guard | None:
