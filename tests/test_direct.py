@@ -6,7 +6,7 @@ import datetime as dt
 import logging
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import psycopg
@@ -14,12 +14,14 @@ import pytest
 import sqlalchemy as sa
 from psycopg import errors
 from sqlalchemy import event
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, sessionmaker
 
 from enlist import HandlerRegistry, Job, JobRecord, JobRepository, Worker, notifier
 from enlist._direct import Direct, direct
+from enlist._engines import housekeeping_engine
 from enlist._statements import Seconds, UuidsAsText, statements_for
 from tests.jobs import Note
+from tests.shop import Effect
 from tests.support import Observer
 from tests.support.jobs import Jobs
 
@@ -59,12 +61,15 @@ def work_one(engine: sa.Engine, jobs: Jobs) -> None:
     assert jobs.counts() == {"done": 1}
 
 
-def ordinary(statement: sa.Executable) -> Callable[[sa.Connection, dict[str, Any]], Any]:
-    return lambda connection, parameters: connection.execute(statement, parameters).all()
+Send = Callable[[sa.Executable, sa.Connection, dict[str, Any]], Any]
 
 
-def both(statement: sa.Executable) -> list[Callable[[sa.Connection, dict[str, Any]], Any]]:
-    return [Direct(statement).rows, ordinary(statement)]
+def by_sqlalchemy(statement: sa.Executable, connection: sa.Connection, parameters: dict[str, Any]) -> Any:
+    return connection.execute(statement, parameters).all()
+
+
+def straight_on(statement: sa.Executable, connection: sa.Connection, parameters: dict[str, Any]) -> Any:
+    return Direct(statement).rows(connection, parameters)
 
 
 # -- who gets what ---------------------------------------------------------------------------------------------
@@ -98,8 +103,10 @@ def listening(name: str, *, everywhere: bool = False) -> Way:
     def way(engine: sa.Engine) -> Iterator[sa.Engine]:
         target = sa.Engine if everywhere else engine
         event.listen(target, name, hear)
-        yield engine
-        event.remove(target, name, hear)
+        try:
+            yield engine
+        finally:
+            event.remove(target, name, hear)
 
     return way
 
@@ -124,6 +131,11 @@ class Watched(psycopg.Connection[Any]):
 
 
 @contextmanager
+def with_cursors_of_its_own(engine: sa.Engine) -> Iterator[sa.Engine]:
+    yield sa.create_engine(engine.url, connect_args={"cursor_factory": psycopg.ClientCursor})
+
+
+@contextmanager
 def replaced(engine: sa.Engine) -> Iterator[sa.Engine]:
     url = engine.url.set(drivername="postgresql").render_as_string(hide_password=False)
     yield sa.create_engine(engine.url, creator=lambda: Watched.connect(url))
@@ -134,16 +146,14 @@ def translated(engine: sa.Engine) -> Iterator[sa.Engine]:
     yield engine.execution_options(schema_translate_map={"nowhere": "public"})
 
 
-EVENTS = [
-    *("before_cursor_execute", "after_cursor_execute", "before_execute", "after_execute"),
-    *("do_execute", "handle_error"),
-]
+EVENTS = ["before_cursor_execute", "after_cursor_execute", "before_execute", "after_execute", "do_execute"]
 OBSERVED: dict[str, Way] = {
     **{name: listening(name) for name in EVENTS},
     "every engine": listening("after_cursor_execute", everywhere=True),
     "log": logging_info,
     "echo": echoing,
     "replaced": replaced,
+    "cursors": with_cursors_of_its_own,
     "translated": translated,
 }
 
@@ -158,20 +168,28 @@ def test_where_somebody_looks_on_it_goes_through_sqlalchemy(
     assert not [text for text in straight if text.startswith(FINISH)]
 
 
-def test_a_listener_that_comes_later_hears_the_next(engine: sa.Engine, straight: list[str]) -> None:
-    statement = sa.select(sa.literal(1))
+@pytest.mark.parametrize("of", ["engine", "connection"])
+def test_a_listener_that_comes_later_hears_the_next(of: str, engine: sa.Engine, straight: list[str]) -> None:
+    statement = Direct(sa.select(sa.literal(1)))
     heard: list[str] = []
 
     def note(_connection: Any, _cursor: Any, text: str, *_rest: Any) -> None:
         heard.append(text)
 
-    with engine.connect() as connection:
-        Direct(statement).rows(connection, {})
-        assert len(straight) == 1
-        event.listen(engine, "before_cursor_execute", note)
-        Direct(statement).rows(connection, {})
-        event.remove(engine, "before_cursor_execute", note)
+    with engine.begin() as connection:
+        target = engine if of == "engine" else connection
+        statement.rows(connection, {})
+        event.listen(target, "before_cursor_execute", note)
+        statement.rows(connection, {})
+        event.remove(target, "before_cursor_execute", note)
     assert (len(straight), len(heard)) == (1, 1)
+
+
+def test_where_no_transaction_is_begun_sqlalchemy_begins_it(engine: sa.Engine, straight: list[str]) -> None:
+    with engine.connect() as connection:
+        Direct(sa.select(sa.literal(1))).rows(connection, {})
+        assert connection.in_transaction()
+        assert not straight
 
 
 # -- what is sent ----------------------------------------------------------------------------------------------
@@ -201,28 +219,37 @@ VALUES: dict[str, tuple[sa.Executable, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("paramstyle", ["pyformat", "format"])
 @pytest.mark.parametrize("name", VALUES)
-def test_it_sends_and_reads_what_sqlalchemy_would(name: str, engine: sa.Engine, straight: list[str]) -> None:
+def test_it_sends_and_reads_what_sqlalchemy_would(
+    name: str, paramstyle: str, database_url: sa.URL, straight: list[str]
+) -> None:
     statement, parameters = VALUES[name]
-    with engine.connect() as connection:
-        there, here = (way(connection, parameters) for way in both(statement))
-        assert [tuple(row) for row in there] == [tuple(row) for row in here]
-        assert [(row.x, row.y) for row in there] == [(row.x, row.y) for row in here]
-        assert Direct(statement).count(connection, parameters) == len(here)
+    engine = sa.create_engine(database_url, paramstyle=paramstyle)
+    with engine.begin() as connection:
+        found = by_sqlalchemy(statement, connection, parameters)
+        rows = straight_on(statement, connection, parameters)
+        assert [tuple(row) for row in rows] == [tuple(row) for row in found]
+        assert [(row.x, row.y) for row in rows] == [(row.x, row.y) for row in found]
+        assert Direct(statement).count(connection, parameters) == len(found)
+    engine.dispose()
     assert len(straight) == 2
 
 
 def test_a_parameter_that_is_missing_is_not_sent_as_null(engine: sa.Engine) -> None:
-    with engine.connect() as connection, pytest.raises(KeyError):
+    with engine.begin() as connection, pytest.raises(KeyError):
         Direct(sa.select(A + B)).rows(connection, {"a": 1})
 
 
-def test_it_is_part_of_the_connections_transaction(engine: sa.Engine, observer: Observer) -> None:
-    made = direct(sa.text("CREATE TABLE made_here (x int)"))
-    with engine.connect() as connection:
-        made.count(connection, {})
-        connection.rollback()
-    assert observer.scalar("SELECT to_regclass('made_here')") is None
+@pytest.mark.parametrize("end", ["commit", "rollback"])
+def test_it_is_part_of_the_connections_transaction(
+    end: str, engine: sa.Engine, observer: Observer, straight: list[str]
+) -> None:
+    with engine.connect() as connection, connection.begin() as transaction:
+        direct(sa.text("CREATE TABLE made_here (x int)")).count(connection, {})
+        getattr(transaction, end)()
+    assert straight
+    assert (observer.scalar("SELECT to_regclass('made_here')") is not None) == (end == "commit")
 
 
 # -- what is raised --------------------------------------------------------------------------------------------
@@ -232,33 +259,40 @@ ERRORS: dict[str, sa.Executable] = {
     "arithmetic": sa.select(sa.literal_column("1/0")),
     "no table": sa.select(sa.literal_column("1")).select_from(sa.table("nowhere")),
     "read-only": sa.text("INSERT INTO enlist_job DEFAULT VALUES"),
+    "unreadable": sa.select(sa.literal_column("'infinity'::timestamptz")),
     "terminated": sa.select(sa.func.pg_terminate_backend(sa.func.pg_backend_pid())),
 }
-LOST = {"read-only", "terminated"}
 
 
+def told(engine: sa.Engine, send: Send, name: str) -> dict[str, Any]:
+    """What is to be seen of an error, and of the connection after it."""
+    with engine.connect() as connection:
+        connection.begin()
+        if name == "read-only":  # the transaction, or where each statement is one of its own all of them
+            connection.exec_driver_sql("SET default_transaction_read_only = on; SET TRANSACTION READ ONLY")
+        with pytest.raises(sa.exc.DBAPIError) as caught:
+            send(ERRORS[name], connection, {})
+        error = caught.value
+        assert error.__cause__ is error.orig
+        return {
+            "class": (type(error), type(error.orig)),
+            "text": str(error).splitlines()[0],
+            "lost": (error.connection_invalidated, connection.invalidated),
+        }
+
+
+@pytest.mark.parametrize("workers", [False, True], ids=["an application's engine", "the worker's"])
 @pytest.mark.parametrize("name", ERRORS)
-def test_its_errors_are_sqlalchemys(name: str, engine: sa.Engine) -> None:
-    told: list[sa.exc.DBAPIError] = []
-    for send in both(ERRORS[name]):
-        with engine.connect() as connection:
-            if name == "read-only":
-                connection.exec_driver_sql("SET TRANSACTION READ ONLY")
-            with pytest.raises(sa.exc.DBAPIError) as caught:
-                send(connection, {})
-            told.append(caught.value)
-            if len(told) == 1:
-                assert connection.invalidated == (name in LOST)
-                assert caught.value.connection_invalidated == (name in LOST)
-                assert caught.value.__cause__ is caught.value.orig
-    there, here = told
-    assert type(there) is type(here)
-    assert type(there.orig) is type(here.orig)
-    assert str(there).splitlines()[0] == str(here).splitlines()[0]
+def test_its_errors_are_sqlalchemys(name: str, workers: bool, engine: sa.Engine, straight: list[str]) -> None:
+    used = housekeeping_engine(engine, None) if workers else engine
+    assert told(used, straight_on, name) == told(used, by_sqlalchemy, name)
+    assert len(straight) == 1
+    used.dispose()
 
 
 def test_the_others_of_a_pool_are_dropped_with_one_that_is_lost(engine: sa.Engine) -> None:
     with engine.connect() as first, engine.connect() as second:
+        first.begin()
         other = second.connection.driver_connection
         second.close()
         with pytest.raises(sa.exc.DBAPIError):
@@ -304,3 +338,30 @@ def test_a_swallowed_error_is_still_told(
     Worker(engine, handlers).drain(20)
     assert any(text.startswith(FINISH) for text in straight)
     assert "swallowed" in str(observer.scalar("SELECT last_error FROM enlist_job"))
+
+
+@pytest.mark.parametrize("heard", [False, True], ids=["straight", "heard"])
+def test_a_commit_past_the_session_within_the_last_flush_is_refused(
+    heard: bool, engine: sa.Engine, jobs: Jobs, observer: Observer
+) -> None:
+    """The last moment at which a handler's own code runs before the UPDATE."""
+
+    class Committing(Session):
+        """Its flush ends the transaction on the driver's connection."""
+
+    @event.listens_for(Committing, "after_flush")
+    def commit(session: Session, _context: Any) -> None:
+        driver_connection: Any = session.connection().connection.driver_connection
+        driver_connection.commit()
+
+    handlers = HandlerRegistry()
+
+    @handlers.handler("work")
+    def work(session: Session, job: Job[Any]) -> None:
+        session.add(Effect(job_id=job.id))
+
+    jobs.add("work", max_attempts=1)
+    with listening("before_cursor_execute")(engine) if heard else nullcontext():
+        Worker(sessionmaker(engine, class_=Committing), handlers).drain(20)
+    assert jobs.counts() == {"dead": 1}
+    assert "COMMIT or ROLLBACK on the driver's connection" in str(observer.scalar("SELECT last_error FROM enlist_job"))

@@ -95,12 +95,12 @@ def _begin_time(run: Run) -> None:
 def call_plain(run: Run, session: Any, job: Job[Any]) -> None:
     """Call a plain handler."""
     _begin_time(run)
-    forks = _FORKS[0]
+    process = os.getpid()
     try:
         # In a context of its own: what it sets there is not for the next job of its thread.
         returned = contextvars.copy_context().run(run.handler.function, session, job)
     finally:
-        _end_fork(forks)
+        _end_fork(process)
     if returned is not None:
         _check_returned(run, returned)
 
@@ -111,14 +111,14 @@ async def call_async(run: Run, session: Any, job: Job[Any]) -> None:
     :raises HandlerTimeout: it was.
     """
     _begin_time(run)
-    forks = _FORKS[0]
+    process = os.getpid()
     try:
         if run.handler.timeout_seconds is None:
             await run.handler.function(session, job)
         else:
             await _in_time(run, session, job)
     finally:
-        _end_fork(forks)
+        _end_fork(process)
 
 
 async def _in_time(run: Run, session: Any, job: Job[Any]) -> None:
@@ -133,20 +133,9 @@ async def _in_time(run: Run, session: Any, job: Job[Any]) -> None:
         raise timed_out(run)
 
 
-_FORKS: Final = [0]
-"""How often this process and its forebears were forked. (To ask for the process's id takes 4 us a job.)"""
-
-
-def _note_fork() -> None:
-    _FORKS[0] += 1
-
-
-os.register_at_fork(after_in_child=_note_fork)
-
-
-def _end_fork(forks: int) -> None:
+def _end_fork(process: int) -> None:
     """End a child that the handler forked and let return: it must not use the connections that it shares with us."""
-    if _FORKS[0] != forks:
+    if os.getpid() != process:
         os._exit(1)
 
 

@@ -44,9 +44,9 @@ NOT_OURS: Final = frozenset({"26000", "42P05", "0A000"})
 """There is no such prepared statement, or another's; or it returns something else since the table was changed."""
 
 CLAIMS: Final = ("claim", "claim_among", "claim_limited")
-"""Statements that a job waits for."""
+"""Statements that jobs wait for: they go straight to the driver."""
 
-SEARCHES: Final = ("claim", "claim_among", "claim_limited", "look", "notify_of_keys", "expired")
+SEARCHES: Final = (*CLAIMS, "look", "notify_of_keys", "expired")
 """Statements that may read much: they get twice the time. What is always cut off never comes to an end."""
 
 
@@ -88,7 +88,7 @@ class Database:
             level = connection.execute(self.statements.isolation).scalar_one()
         self._single = self.engine if level == "read committed" else self._explicit
 
-    def execute(self, statement: sa.Executable, parameters: Mapping[str, Any]) -> Sequence[Any]:
+    def execute(self, statement: sa.Executable, parameters: Mapping[str, Any]) -> Sequence[sa.Row[Any]]:
         """Run one statement in a transaction of its own and return its rows."""
         built = vars(self.statements)
         searches = any(built.get(name) is statement for name in SEARCHES)
@@ -177,7 +177,7 @@ class Database:
         if self._watchdog is not None and (watched := record.info.pop(CONNECTING, None)) is not None:
             self._watchdog.end(watched)
 
-    def is_direct(self) -> bool:
+    def is_unpooled(self) -> bool:
         """Whether connections go to the server itself: a pooler tells its clients process ids of its own."""
         with self.connection() as connection:
             driver_connection = connection.connection.driver_connection

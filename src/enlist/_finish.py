@@ -140,6 +140,7 @@ def _connection(session: Session, guard: Guard) -> sa.Connection:
     arguments = {"mapper": sa.inspect(guard.record), "clause": guard.statements.written}
     connection = session.connection(bind_arguments=arguments)
     guard.check_connections()
+    guard.check_roots()  # what the flush's listeners have done: the next statement may pass the guard by
     for other in [used for used, _ in guard.roots if used is not connection]:
         _check_failed(other)
     return connection
@@ -165,6 +166,8 @@ def _commit(session: GuardedSession, guard: Guard) -> None:
 
 def _tell_of_swallowed(error: sa.exc.SQLAlchemyError) -> None:
     """Say what an error means that tells of another before it, which the handler has swallowed.
+
+    Not a context manager, which would be made for each job.
 
     :raises TransactionAborted: it does.
     """

@@ -38,27 +38,27 @@ LASTING: Final = re.compile(
 """What lasts as long as the transaction and is for the job alone that sends it: ``SET LOCAL``, a savepoint by its name,
 a temporary table."""
 
-READ_CHARACTERS: Final = 2000
-"""Statements up to this length are read once: it takes 4 us, and most come again and again."""
+REMEMBERED_CHARACTERS: Final = 2000
+"""Of statements up to this length it is remembered what they are: most come again and again."""
 
 
-def _reading_once(read: Callable[[str], T]) -> Callable[[str], T]:
-    known = lru_cache(maxsize=1000)(read)
+def _remembering(read: Callable[[str], T]) -> Callable[[str], T]:
+    known = lru_cache(maxsize=200)(read)
 
     def reading(statement: str) -> T:
-        return known(statement) if len(statement) <= READ_CHARACTERS else read(statement)
+        return known(statement) if len(statement) <= REMEMBERED_CHARACTERS else read(statement)
 
     return reading
 
 
-@_reading_once
+@_remembering
 def _ending(statement: str) -> str | None:
     """The word by which a statement ends the transaction, if it does."""
     found = ENDING_STATEMENT.match(statement)
     return None if found is None else found[1]
 
 
-@_reading_once
+@_remembering
 def _lasts(statement: str) -> bool:
     return LASTING.search(statement) is not None
 
@@ -196,12 +196,12 @@ def _refusing(connection: sa.Connection) -> Guard | None:
 # first: SQLAlchemy takes the transaction to be over then, and would give the connection back in it.
 
 
+# With retval, or SQLAlchemy wraps it in a function of its own: one more call, and nobody's, see enlist._direct.
 @event.listens_for(sa.Engine, "before_cursor_execute", retval=True)
 def _refuse_ending_statement(
     connection: sa.Connection, _cursor: Any, statement: str, parameters: Any, _context: Any, _many: bool
 ) -> tuple[str, Any]:
     """Refuse ``session.execute(text("COMMIT"))``."""
-    # It returns what it was given, since SQLAlchemy wraps one that returns nothing in a function that does.
     if (guard := GUARDS.get(connection)) is not None and not guard.ours:
         guard.refuse_ending_statement(connection, statement)
     return statement, parameters

@@ -172,7 +172,7 @@ class Listener:
         if self._stop.is_set() or self._connected != connected:
             return None
         self.listening = heard
-        self._database.prepares = heard and self._database.is_direct()
+        self._database.prepares = heard and self._database.is_unpooled()
         if heard:
             if self._said:
                 logger.info("LISTEN is effective again: jobs start when they are enqueued")

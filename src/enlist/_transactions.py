@@ -103,7 +103,7 @@ def _before_cursor_execute(
 ) -> tuple[str, Any]:
     if statement[:1] not in "SIUDWsiudw":  # most are ruled out by their first character
         _look_for_ending(connection, statement)
-    return statement, parameters  # SQLAlchemy wraps a listener that returns nothing in a function that does
+    return statement, parameters
 
 
 def _look_for_ending(connection: sa.Connection, statement: str) -> None:
@@ -166,8 +166,7 @@ def _end(connection: sa.Connection, ending: Ending, is_prepared: bool = False) -
         write.ending = Ending.PAST_US if past_us else ending
 
 
-_LISTENERS: Final[dict[str, Callable[..., Any]]] = {
-    "before_cursor_execute": _before_cursor_execute,
+_LISTENERS: Final[dict[str, Callable[..., None]]] = {
     "commit": _commit,
     "commit_twophase": _commit,
     "handle_error": _handle_error,
@@ -176,4 +175,6 @@ _LISTENERS: Final[dict[str, Callable[..., Any]]] = {
     "rollback_twophase": _rollback,
 }
 for _name, _listener in _LISTENERS.items():
-    event.listen(sa.Engine, _name, _listener, **({"retval": True} if _name == "before_cursor_execute" else {}))
+    event.listen(sa.Engine, _name, _listener)
+# With retval, or SQLAlchemy wraps it in a function of its own: one more call, and nobody's, see enlist._direct.
+event.listen(sa.Engine, "before_cursor_execute", _before_cursor_execute, retval=True)

@@ -249,6 +249,7 @@ class _Sender:
         if self._connection is None:
             self._engine = self._make_engine()
             self._connection = self._engine.connect().execution_options(isolation_level="AUTOCOMMIT")
+            self._connection.begin()  # as SQLAlchemy sees it; the server is told of none
         if topic.queue is not None:
             direct(topic.statements.notify).rows(self._connection, {"queue": topic.queue})
         else:
