@@ -198,7 +198,7 @@ A, B = sa.bindparam("a", type_=sa.Integer), sa.bindparam("b", type_=sa.Integer)
 ID = uuid.uuid4()
 VALUES: dict[str, tuple[sa.Executable, dict[str, Any]]] = {
     "twice": (sa.select((A + B).label("x"), (A - B).label("y")), {"a": 5, "b": 3}),
-    "percent": (sa.select((A % 4).label("x"), sa.literal_column("'100%% of %(a)s'").label("y")), {"a": 7}),
+    "percent": (sa.select((A % 4).label("x"), sa.literal_column("'100% of it'").label("y")), {"a": 7}),
     "constants": (sa.select(sa.literal("o'clock").label("x"), sa.literal(None, sa.Text).label("y")), {}),
     "null": (sa.select(A.label("x"), sa.func.coalesce(B, 9).label("y")), {"a": None, "b": None}),
     "types": (
