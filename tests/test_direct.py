@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import datetime as dt
 import logging
+import threading
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import psycopg
@@ -14,16 +15,18 @@ import pytest
 import sqlalchemy as sa
 from psycopg import errors
 from sqlalchemy import event
+from sqlalchemy.dialects import registry
+from sqlalchemy.dialects.postgresql.psycopg import PGDialect_psycopg
 from sqlalchemy.orm import Session, sessionmaker
 
-from enlist import HandlerRegistry, Job, JobRecord, JobRepository, Worker, notifier
+from enlist import EventName, HandlerRegistry, Job, JobEvent, JobRecord, JobRepository, Worker, notifier
 from enlist._direct import Direct, direct
 from enlist._engines import housekeeping_engine
 from enlist._statements import Seconds, UuidsAsText, statements_for
 from tests.jobs import Note
 from tests.shop import Effect
 from tests.support import Observer
-from tests.support.jobs import Jobs
+from tests.support.jobs import Jobs, running
 
 FINISH = "UPDATE /* g"
 """How the UPDATE begins that sets a handler's job done."""
@@ -98,15 +101,22 @@ def hear(*_arguments: Any) -> None:
     """Somebody else's listener."""
 
 
-def listening(name: str, *, everywhere: bool = False) -> Way:
+def hear_too(*_arguments: Any) -> None:
+    """Another's, of a package whose name begins as ours does."""
+
+
+hear_too.__module__ = "enlist_metrics"
+
+
+def listening(name: str, *, everywhere: bool = False, listener: Callable[..., object] = hear) -> Way:
     @contextmanager
     def way(engine: sa.Engine) -> Iterator[sa.Engine]:
         target = sa.Engine if everywhere else engine
-        event.listen(target, name, hear)
+        event.listen(target, name, listener)
         try:
             yield engine
         finally:
-            event.remove(target, name, hear)
+            event.remove(target, name, listener)
 
     return way
 
@@ -141,6 +151,21 @@ def replaced(engine: sa.Engine) -> Iterator[sa.Engine]:
     yield sa.create_engine(engine.url, creator=lambda: Watched.connect(url))
 
 
+class WatchingDialect(PGDialect_psycopg):
+    """One that looks on."""
+
+    supports_statement_cache = True
+
+    def do_execute(self, *arguments: Any, **options: Any) -> None:
+        super().do_execute(*arguments, **options)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def with_a_dialect_of_its_own(engine: sa.Engine) -> Iterator[sa.Engine]:
+    registry.register("postgresql.watching", __name__, "WatchingDialect")
+    yield sa.create_engine(engine.url.set(drivername="postgresql+watching"))
+
+
 @contextmanager
 def translated(engine: sa.Engine) -> Iterator[sa.Engine]:
     yield engine.execution_options(schema_translate_map={"nowhere": "public"})
@@ -150,10 +175,13 @@ EVENTS = ["before_cursor_execute", "after_cursor_execute", "before_execute", "af
 OBSERVED: dict[str, Way] = {
     **{name: listening(name) for name in EVENTS},
     "every engine": listening("after_cursor_execute", everywhere=True),
+    "of a package with a name like ours": listening("after_cursor_execute", listener=hear_too),
+    "of a type in C": listening("after_cursor_execute", listener="{}".format),
     "log": logging_info,
     "echo": echoing,
     "replaced": replaced,
     "cursors": with_cursors_of_its_own,
+    "dialect": with_a_dialect_of_its_own,
     "translated": translated,
 }
 
@@ -231,9 +259,8 @@ def test_it_sends_and_reads_what_sqlalchemy_would(
         rows = straight_on(statement, connection, parameters)
         assert [tuple(row) for row in rows] == [tuple(row) for row in found]
         assert [(row.x, row.y) for row in rows] == [(row.x, row.y) for row in found]
-        assert Direct(statement).count(connection, parameters) == len(found)
     engine.dispose()
-    assert len(straight) == 2
+    assert len(straight) == 1
 
 
 def test_a_parameter_that_is_missing_is_not_sent_as_null(engine: sa.Engine) -> None:
@@ -246,10 +273,12 @@ def test_it_is_part_of_the_connections_transaction(
     end: str, engine: sa.Engine, observer: Observer, straight: list[str]
 ) -> None:
     with engine.connect() as connection, connection.begin() as transaction:
-        direct(sa.text("CREATE TABLE made_here (x int)")).count(connection, {})
+        direct(sa.text("INSERT INTO enlist_job (id, kind) VALUES (gen_random_uuid(), 'a') RETURNING id")).rows(
+            connection, {}
+        )
         getattr(transaction, end)()
     assert straight
-    assert (observer.scalar("SELECT to_regclass('made_here')") is not None) == (end == "commit")
+    assert observer.scalar("SELECT count(*) FROM enlist_job") == (end == "commit")
 
 
 # -- what is raised --------------------------------------------------------------------------------------------
@@ -365,3 +394,60 @@ def test_a_commit_past_the_session_within_the_last_flush_is_refused(
         Worker(sessionmaker(engine, class_=Committing), handlers).drain(20)
     assert jobs.counts() == {"dead": 1}
     assert "COMMIT or ROLLBACK on the driver's connection" in str(observer.scalar("SELECT last_error FROM enlist_job"))
+
+
+def test_who_is_interrupted_in_it_gives_the_connection_up(engine: sa.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(psycopg.RawCursor[Any]):
+        def execute(self, *_arguments: Any, **_options: Any) -> Any:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(psycopg, "RawCursor", Interrupted)
+    with engine.connect() as connection:
+        connection.begin()
+        with pytest.raises(KeyboardInterrupt):
+            Direct(sa.select(sa.literal(1))).rows(connection, {})
+        assert connection.invalidated
+
+
+# -- a lease that is lost --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pipeline", [False, True], ids=["", "in a pipeline"])
+@pytest.mark.parametrize("way", ["another token", "a trigger"])
+def test_without_the_lease_nothing_is_committed(
+    way: str, pipeline: bool, engine: sa.Engine, jobs: Jobs, observer: Observer
+) -> None:
+    handlers = HandlerRegistry()
+    left_open = ExitStack()  # for as long as the connection lives
+
+    @handlers.handler("work")
+    def work(session: Session, job: Job[Any]) -> None:
+        session.add(Effect(job_id=job.id))
+        session.flush()
+        if pipeline:
+            driver_connection: Any = session.connection().connection.driver_connection
+            left_open.enter_context(driver_connection.pipeline())
+        if way == "another token":
+            observer.execute("UPDATE enlist_job SET lease_token = lease_token + 5")
+
+    if way == "a trigger":
+        observer.execute(
+            """
+            CREATE FUNCTION suppress() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END';
+            CREATE TRIGGER suppress BEFORE UPDATE ON enlist_job FOR EACH ROW WHEN (NEW.status = 'done')
+            EXECUTE FUNCTION suppress()
+            """
+        )
+    job_id = jobs.add("work")
+    lost = threading.Event()
+
+    def hear_of(event: JobEvent) -> None:
+        if event.name is EventName.LEASE_LOST:
+            lost.set()
+
+    with running(Worker(engine, handlers, events=hear_of)):
+        assert lost.wait(10)
+    assert jobs.effects(job_id) == []
+    assert observer.scalar("SELECT status FROM enlist_job") != "done"
+    with suppress(psycopg.Error):
+        left_open.close()

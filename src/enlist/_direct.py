@@ -16,6 +16,7 @@ import psycopg
 import sqlalchemy as sa
 from psycopg.rows import namedtuple_row
 from sqlalchemy.dialects.postgresql.psycopg import PGDialect_psycopg
+from sqlalchemy.engine.default import DefaultDialect
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -40,6 +41,8 @@ class Direct:
     def rows(self, connection: sa.Connection, parameters: Mapping[str, Any]) -> Sequence[Any]:
         """Send it and return its rows; their columns have names.
 
+        They are fetched, not counted by the driver: in a pipeline it does not know yet.
+
         :raises DBAPIError: as SQLAlchemy does.
         """
         if (driver_connection := _driver_of(connection)) is None:
@@ -48,19 +51,6 @@ class Direct:
         try:
             cursor = psycopg.RawCursor(driver_connection, row_factory=namedtuple_row)
             return cursor.execute(self._compiled.text, values).fetchall()
-        except BaseException as error:
-            self._raise(connection, error)
-
-    def count(self, connection: sa.Connection, parameters: Mapping[str, Any]) -> int:
-        """Send it and return how many rows it has written and returned, or found.
-
-        :raises DBAPIError: as SQLAlchemy does.
-        """
-        if (driver_connection := _driver_of(connection)) is None:
-            return len(connection.execute(self._statement, parameters).all())
-        values = self._compiled.values(parameters)
-        try:
-            return psycopg.RawCursor(driver_connection).execute(self._compiled.text, values).rowcount
         except BaseException as error:
             self._raise(connection, error)
 
@@ -120,9 +110,9 @@ class _Compiled:
 def _driver_of(connection: sa.Connection) -> psycopg.Connection[Any] | None:
     """The driver's connection to send to; None where SQLAlchemy is to do it.
 
-    That is for other drivers, and what somebody has put in the place of psycopg's connection or cursor, to look on say;
-    where no transaction is begun as far as SQLAlchemy knows; where statements are logged, or heard by listeners of
-    others; where names of tables are translated.
+    That is for other drivers, and what somebody has put in the place of psycopg's connection or cursor, or of the
+    dialect's way to use it, to look on say; where no transaction is begun as far as SQLAlchemy knows; where statements
+    are logged, or heard by listeners of others; where names of tables are translated.
     """
     if not connection.in_transaction():
         return None
@@ -131,6 +121,8 @@ def _driver_of(connection: sa.Connection) -> psycopg.Connection[Any] | None:
         return None
     engine = cast("Any", connection.engine)
     if engine.logger.isEnabledFor(logging.INFO):
+        return None
+    if type(engine.dialect).do_execute is not DefaultDialect.do_execute:
         return None
     events, dialect_events = cast("Any", connection).dispatch, engine.dialect.dispatch
     for listeners in (
@@ -142,6 +134,6 @@ def _driver_of(connection: sa.Connection) -> psycopg.Connection[Any] | None:
     ):
         for listener in listeners:
             # Ours look for the end of a transaction and for COPY, which these statements are not.
-            if not getattr(listener, "__module__", "").startswith("enlist."):
+            if not (getattr(listener, "__module__", None) or "").startswith("enlist."):  # None: of a type in C
                 return None
     return None if "schema_translate_map" in connection.get_execution_options() else driver_connection

@@ -52,7 +52,7 @@ def finish(session: GuardedSession) -> bool:
     try:
         connection = _connection(session, guard)
         statement = direct(of_this_minute(guard.statements.finish))
-        done = statement.count(connection, {"job_id": guard.job_id, "token": guard.token})
+        done = statement.rows(connection, {"job_id": guard.job_id, "token": guard.token})
     except sa.exc.SQLAlchemyError as error:
         _tell_of_swallowed(error)
         raise
