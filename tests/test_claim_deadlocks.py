@@ -22,7 +22,7 @@ from enlist import JobRecord, JobRepository, JobStatus, notifier
 from enlist._reaper import expired, reap
 from enlist._slots import Run
 from enlist._statements import statements_for
-from tests.support import Observer
+from tests.support import Observer, wait_until
 from tests.support.claimers import QUEUES, Claiming, check_table, insert_jobs
 
 JOBS = 300
@@ -203,6 +203,8 @@ class Everybody:
                 for seed, (name, looped) in enumerate(everybody):
                     pool.submit(self._loop, name, looped, Random(seed))
                 self._stop.wait(seconds)
+                # On a busy machine one may have found nothing to do by then.
+                wait_until(lambda: self.errors or all(self.changed[name] for name, _ in everybody), 30)
             finally:
                 self._stop.set()
 
