@@ -218,8 +218,19 @@ class Beginning(Session):
         self.execute(text("SELECT set_config('shop.tenant', '7', true)"))
 
 
+class OnlyBeginning(Session):
+    """Begins it too, but sends nothing: it has no connection yet."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self.begin()
+
+
+@pytest.mark.parametrize("session_class", [Beginning, OnlyBeginning])
 @pytest.mark.parametrize("uses", [True, False])
-def test_a_session_that_begins_when_it_is_made_commits_too(uses: bool, engine: Engine, jobs: Jobs) -> None:
+def test_a_session_that_begins_when_it_is_made_commits_too(
+    uses: bool, session_class: type[Session], engine: Engine, jobs: Jobs
+) -> None:
     handlers = HandlerRegistry()
 
     @handlers.handler("work")
@@ -233,13 +244,37 @@ def test_a_session_that_begins_when_it_is_made_commits_too(uses: bool, engine: E
 
     ids = jobs.add_many("work", 5)
     refused = jobs.add("committing", max_attempts=1)
-    Worker(sessionmaker(engine, class_=Beginning), handlers).drain(20)
+    Worker(sessionmaker(engine, class_=session_class), handlers).drain(20)
     assert [jobs.status(job_id) for job_id in ids] == ["done"] * 5
     assert jobs.effects_by_job() == (dict.fromkeys(ids, 1) if uses else {})
     assert "COMMIT" in jobs.row(refused)["last_error"]
     pool = engine.pool
     assert isinstance(pool, QueuePool)
     assert pool.checkedout() == 0
+
+
+@pytest.mark.parametrize("length", [1, 5000])
+def test_what_a_statement_is_does_not_depend_on_its_length(length: int, engine: Engine, jobs: Jobs) -> None:
+    """Of short ones it is remembered, long ones are read each time."""
+    comment = f"/* {'x' * length} */ "
+    handlers = HandlerRegistry()
+
+    @handlers.handler("committing")
+    def committing(session: Session, job: Job[Any]) -> None:
+        session.execute(text(comment + "COMMIT"))
+
+    times: list[str] = []
+
+    @handlers.handler("setting", commit_every=10)
+    def setting(session: Session, job: Job[Any]) -> None:
+        times.append(str(session.scalar(text(comment + "SELECT current_setting('lock_timeout')"))))
+        session.execute(text(comment + "SET LOCAL lock_timeout = '7s'"))
+
+    ids = [jobs.add("committing", max_attempts=1) for _ in range(2)]
+    jobs.add_many("setting", 10)
+    Worker(engine, handlers, queues=ONE_SLOT).drain(20)
+    assert ["COMMIT" in jobs.row(job_id)["last_error"] for job_id in ids] == [True, True]
+    assert times == ["0"] * 10
 
 
 def test_an_applications_close_is_called_whether_or_not_the_session_was_used(engine: Engine, jobs: Jobs) -> None:
