@@ -90,7 +90,10 @@ def test_a_handler_that_cancels_its_own_task_does_not_cancel_the_next(engine: En
     assert jobs.counts() == {"done": 60}
 
 
-def test_handlers_that_wait_for_nothing_do_not_hold_up_the_loop(engine: Engine, jobs: Jobs, observer: Observer) -> None:
+def test_handlers_that_wait_for_nothing_do_not_hold_up_the_loop(
+    engine: Engine, jobs: Jobs, observer: Observer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_slots, "PREFETCH_SECONDS", 60)  # as many as there may be, however slow the machine is
     order: list[str] = []
     blocked, go_on = threading.Event(), threading.Event()
     handlers = HandlerRegistry()
