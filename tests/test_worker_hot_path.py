@@ -9,6 +9,7 @@ import threading
 import time
 import uuid
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from sqlalchemy.pool import QueuePool
 from enlist import HandlerRegistry, Job, JobRecord, JobRepository, Worker, _completer, _executor, _slots
 from enlist._leases import Leases
 from enlist._running import Running
-from enlist._slots import Run, Slots
+from enlist._slots import Demand, Run, Slots
 from enlist._stalls import StallWatch
 from enlist._statements import CLAIM_LIMIT
 from enlist._threads import Threads
@@ -348,6 +349,19 @@ def test_a_claim_that_brings_all_it_may_is_followed_by_another(engine: Engine, j
     assert wanted
 
 
+def test_a_group_of_one_says_less_of_what_a_job_takes_than_one_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("enlist._slots.time", SimpleNamespace(monotonic=lambda: now))
+    slots = Slots({"default": 1}, lambda run: None, lambda: None)
+    run = make_run()
+    for jobs in (100, 1) * 10:  # each group 5 ms, whatever it has
+        slots.place([run], [Demand("default", free=1, number=1)])
+        since, now = now, now + 0.005
+        slots.finished(run, jobs, since)
+    (demand,) = slots.demands()
+    assert demand.number > 400  # 50 ms of jobs that take 0.1 ms; by groups, and not by jobs, it would be 2.5 ms
+
+
 def counting(monkeypatch: pytest.MonkeyPatch) -> tuple[HandlerRegistry, list[None], threading.Event]:
     """A handler that counts its jobs, and says when more have run than small bounds allow on five slots."""
     monkeypatch.setattr(_completer, "MOST_UNWRITTEN", 50)
@@ -463,6 +477,7 @@ def test_a_handler_that_stops_its_worker_has_made_the_last_claim(
     @handlers.handler("stopping")
     def stopping(session: Session, job: Job[Any]) -> None:
         assert not worker.stop()
+        wait_until(lambda: not any(thread.name == "enlist-claim" for thread in threading.enumerate()))
         jobs.add("work")
         another.wait(0.5)
         stop_may_go_on.set()

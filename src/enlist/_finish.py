@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import sqlalchemy as sa
 
+from enlist._deferred import Deferred, are_plain_rows, has_flush_of_its_own
 from enlist._direct import direct
 from enlist._driver import is_transaction_failed, sqlstate
 from enlist._staging import has_waiting, write_waiting
@@ -73,7 +74,8 @@ def close_member(session: GuardedSession) -> bool:
             guard.check_roots()
             while (left_open := session.get_nested_transaction()) is not None:
                 left_open.commit()  # else the next could undo it
-            session.flush()
+            if not _defer(session, guard):
+                session.flush()
         except sa.exc.SQLAlchemyError as error:
             _tell_of_swallowed(error)
             raise
@@ -112,6 +114,21 @@ def finish_group(session: GuardedSession, runs: Sequence[Run]) -> bool:
         if (run.id, run.token) not in done:
             raise LeaseLost(run.id, run.token)
     _commit(session, guard)
+    return True
+
+
+def _defer(session: GuardedSession, guard: Guard) -> bool:
+    """Leave it to a later flush to insert what a group's job has added, if nobody will notice."""
+    if guard.never_defers is None:
+        guard.never_defers = has_flush_of_its_own(session)
+    # The first has begun the transaction: what is to be known of it is known.
+    if guard.never_defers or not guard.roots or not are_plain_rows(session):
+        return False
+    deferred = guard.deferred or Deferred(session)
+    if deferred.is_full:
+        return False
+    deferred.take()
+    guard.deferred = deferred
     return True
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy.orm import Session, SessionTransaction
 
+    from enlist._deferred import Deferred
     from enlist._slots import Run
     from enlist._statements import Statements
     from enlist.models import JobRecordMixin
@@ -86,6 +87,10 @@ class Guard:
     """A transaction was begun at some time: the attempt's effects may be in it."""
     begun_with: Mapping[str, Any] = MappingProxyType({})
     """What a handler may set in the session of a group, as it was."""
+    deferred: Deferred | None = None
+    """What earlier jobs of the group have added and is not inserted yet."""
+    never_defers: bool | None = None
+    """Whether each job of the group needs a flush of its own; None if nobody has asked yet."""
     broken: str | None = None
     """How the handler ended the transaction, if it did."""
     spoken: frozenset[sa.Connection] = frozenset()
@@ -145,6 +150,11 @@ class Guard:
         if self.grouped and _lasts(statement):
             self.alone = True
 
+    def insert_deferred(self) -> None:
+        """Insert what earlier jobs of the group have added, before anybody looks."""
+        if self.deferred is not None:
+            self.deferred.session.flush()
+
     def follow(self, session: Session, job_id: uuid.UUID, token: int) -> None:
         """Go on to another job of a group, in the same transaction."""
         self.job_id, self.token = job_id, token
@@ -173,6 +183,7 @@ class Guard:
 
     def forget(self) -> None:
         """Let go of the connections, when the attempt is over."""
+        self.deferred = None
         for connection, _ in self.roots:
             GUARDS.pop(connection, None)
 
@@ -204,6 +215,7 @@ def _refuse_ending_statement(
     """Refuse ``session.execute(text("COMMIT"))``."""
     if (guard := GUARDS.get(connection)) is not None and not guard.ours:
         guard.refuse_ending_statement(connection, statement)
+        guard.insert_deferred()
     return statement, parameters
 
 

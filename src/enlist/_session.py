@@ -6,7 +6,7 @@ The guard works by transaction events, since refusing methods alone leaves holes
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Self, cast
+from typing import TYPE_CHECKING, Any, Final, Self, cast
 
 import sqlalchemy as sa
 from sqlalchemy import event
@@ -19,7 +19,7 @@ from enlist._statements import of_this_minute
 from enlist.exceptions import LeaseLost, SessionError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from enlist._guard import Guard
 
@@ -123,6 +123,40 @@ class GuardedSession(Session):
         else:
             self._check("reset()")
             super().reset()
+
+    # What earlier jobs of the group have added is there for whoever looks.
+
+    def flush(self, objects: Sequence[Any] | None = None) -> None:
+        guard = self.guard
+        if guard is None or (deferred := guard.deferred) is None:
+            super().flush(objects)
+            return
+        guard.deferred = None
+        deferred.come_back()
+        super().flush()
+        deferred.leave()
+
+    def connection(self, *arguments: Any, **options: Any) -> sa.Connection:
+        self._insert_deferred()
+        return super().connection(*arguments, **options)
+
+    # A bulk operation counts as a flush: no other may begin within.
+
+    def bulk_save_objects(self, *arguments: Any, **options: Any) -> None:
+        self._insert_deferred()
+        super().bulk_save_objects(*arguments, **options)
+
+    def bulk_insert_mappings(self, *arguments: Any, **options: Any) -> None:
+        self._insert_deferred()
+        super().bulk_insert_mappings(*arguments, **options)
+
+    def bulk_update_mappings(self, *arguments: Any, **options: Any) -> None:
+        self._insert_deferred()
+        super().bulk_update_mappings(*arguments, **options)
+
+    def _insert_deferred(self) -> None:
+        if self.guard is not None:
+            self.guard.insert_deferred()
 
     def invalidate(self) -> None:
         self._check("invalidate()")
