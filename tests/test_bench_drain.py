@@ -29,7 +29,7 @@ WITH_ROWS = dataclasses.replace(
 )
 
 
-NAMES = ["noop", "insert", "grouped-async", "burn-processes"]
+NAMES = ["noop", "insert", "grouped-async", "added", "added-async", "burn-processes"]
 
 
 def slower(drain: Drain, seconds: float) -> Drain:
@@ -118,12 +118,13 @@ def test_all_is_measured_and_nothing_is_left(database_url: URL, observer: Observ
     )
     assert [row.name for row in facts.rows] == [*NAMES, "finished", "future", "pinned"]
     assert facts.right
+    sizes = {"insert": 4, "grouped-async": 10, "added": 20, "added-async": 20, "burn-processes": 4}
     for row in facts.rows:
         for side in (row.side, row.other):
             for drain in side.drains if side is not None else ():
                 assert min(drain.seconds, drain.cpu_seconds, drain.wal_bytes) > 0
-                assert drain.jobs == {"insert": 4, "grouped-async": 10, "burn-processes": 4}.get(row.name, 40)
-                assert (drain.rows is not None) == (row.name in {"insert", "grouped-async"})
+                assert drain.jobs == sizes.get(row.name, 40)
+                assert (drain.rows is not None) == (row.name in {"insert", "grouped-async", "added", "added-async"})
     by_name = {row.name: row for row in facts.rows}
     assert "beside 100 jobs that are done" in facts.as_text()
     assert [drain.enqueued for drain in by_name["pinned"].side.drains] == [50, 50]

@@ -95,8 +95,8 @@ def drain(
         typer.Option(
             metavar="NAME",
             show_default="all, or none with --state",
-            help="Measure this: noop, noop-async, insert, insert-async, grouped, grouped-async, noop-processes or"
-            " burn-processes. May be given again.",
+            help="Measure this: noop, noop-async, insert, insert-async, grouped, grouped-async, added,"
+            " added-async, noop-processes or burn-processes. May be given again.",
         ),
     ] = None,
     state: Annotated[

@@ -58,6 +58,13 @@ ROWS: Final = (
         Way("insert", asynchronous=True, commit_every=GROUP),
         share=0.25,
     ),
+    Row("added", f"one object added, commit_every={GROUP}, plain", Way("add", commit_every=GROUP), share=0.5),
+    Row(
+        "added-async",
+        f"one object added, commit_every={GROUP}, async",
+        Way("add", asynchronous=True, commit_every=GROUP),
+        share=0.5,
+    ),
     Row("noop-processes", "no-op, plain, by {processes} processes", several=True),
     Row("burn-processes", "1 ms of Python, plain, by {processes} processes", Way("burn"), share=0.1, several=True),
 )

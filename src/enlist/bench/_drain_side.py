@@ -139,7 +139,7 @@ class Side:
 
     def _rows(self) -> tuple[int, int] | tuple[()]:
         """How many rows the handlers have inserted, and of how many jobs."""
-        if self._way.does != "insert":
+        if self._way.does not in {"insert", "add"}:
             return ()
         with self._admin.connect() as connection:
             counts = sa.select(sa.func.count(), sa.func.count(sa.distinct(Effect.job)))

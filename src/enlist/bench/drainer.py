@@ -57,8 +57,8 @@ class DrainJob(JobPayload, kind=KIND, queue=QUEUE):
 class Way:
     """What the handler does, and how it is run."""
 
-    does: Literal["nothing", "insert", "burn"] = "nothing"
-    """Nothing at all; one INSERT through its Session; about a millisecond of Python, which holds the GIL."""
+    does: Literal["nothing", "insert", "add", "burn"] = "nothing"
+    """Nothing; one INSERT through its Session; one object added to it; about a millisecond of Python, with the GIL."""
     asynchronous: bool = False
     commit_every: int = 1
 
@@ -75,6 +75,10 @@ def registry(way: Way, ran: Callable[[int], None]) -> HandlerRegistry:
         session.execute(write, {"job": job.payload.number})
         ran(job.payload.number)
 
+    def add(session: Session, job: Job[DrainJob]) -> None:
+        session.add(Effect(job=job.payload.number))
+        ran(job.payload.number)
+
     def burn(session: Session, job: Job[DrainJob]) -> None:
         for _ in range(TURNS):
             pass
@@ -87,8 +91,12 @@ def registry(way: Way, ran: Callable[[int], None]) -> HandlerRegistry:
         await session.execute(write, {"job": job.payload.number})
         ran(job.payload.number)
 
-    plain = {"nothing": nothing, "insert": insert, "burn": burn}
-    asynchronous = {"nothing": nothing_async, "insert": insert_async}
+    async def add_async(session: AsyncSession, job: Job[DrainJob]) -> None:
+        session.add(Effect(job=job.payload.number))
+        ran(job.payload.number)
+
+    plain = {"nothing": nothing, "insert": insert, "add": add, "burn": burn}
+    asynchronous = {"nothing": nothing_async, "insert": insert_async, "add": add_async}
     register = handlers.handler(DrainJob, commit_every=way.commit_every)
     if way.asynchronous:
         register(asynchronous[way.does])

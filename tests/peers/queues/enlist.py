@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 
 from enlist import HandlerRegistry, Job, JobPayload, JobRepository, Worker, notifier
 from enlist.migrations import migrate
-from tests.peers.domain import INSERT, Order
+from tests.peers.domain import INSERT, Effect, Order
 from tests.peers.peer import Connection, Load, Producer, Settings, Work
 
 BULK: Final = 20_000
@@ -129,7 +129,12 @@ def _plain_handler(work: Work) -> Callable[[Session, Job[Numbered]], None]:
         session.execute(INSERT, {"job": job.payload.number})
         ran(job.payload.number)
 
-    return {"nothing": do_nothing, "sleep": sleep, "latency": stamp}.get(work.load.name, write)
+    def add(session: Session, job: Job[Numbered]) -> None:
+        session.add(Effect(job=job.payload.number))
+        ran(job.payload.number)
+
+    bodies = {"nothing": do_nothing, "sleep": sleep, "latency": stamp, "insert": write, "insert-grouped": add}
+    return bodies[work.load.name]
 
 
 def _async_handler(work: Work) -> Callable[[AsyncSession, Job[Numbered]], Awaitable[None]]:
@@ -149,7 +154,12 @@ def _async_handler(work: Work) -> Callable[[AsyncSession, Job[Numbered]], Awaita
         await session.execute(INSERT, {"job": job.payload.number})
         ran(job.payload.number)
 
-    return {"nothing": do_nothing, "sleep": sleep, "latency": stamp}.get(work.load.name, write)
+    async def add(session: AsyncSession, job: Job[Numbered]) -> None:
+        session.add(Effect(job=job.payload.number))
+        ran(job.payload.number)
+
+    bodies = {"nothing": do_nothing, "sleep": sleep, "latency": stamp, "insert": write, "insert-grouped": add}
+    return bodies[work.load.name]
 
 
 class _Producer:
