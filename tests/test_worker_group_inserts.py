@@ -1,12 +1,11 @@
-"""The rows that jobs of a group add are inserted together, and nobody notices but for the time."""
+"""``flush="group"``: the rows that jobs of a group add are inserted together."""
 
 from __future__ import annotations
 
-import datetime as dt
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 import pytest
@@ -17,14 +16,16 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship, sessionmaker
 
 from enlist import HandlerRegistry, Job, JobPayload, JobRepository, Worker
+from enlist.events import EventName, JobEvent
 from tests.shop import Effect, Order, Receipt
-from tests.support import Observer
+from tests.support import Observer, wait_until
 from tests.support.jobs import Jobs, running
 
 LATER = tenacity.wait_fixed(600)
 
 both = pytest.mark.parametrize("world", ["plain", "async"])
 World = Literal["plain", "async"]
+Flush = Literal["job", "group"]
 Body = Callable[[Session, int, Job[Any]], None]
 
 
@@ -61,16 +62,23 @@ def inserts(table: str = "shop_effect") -> Iterator[Inserts]:
 
 
 def run(
-    engine: Engine, jobs: Jobs, number: int, body: Body, *, world: World = "plain", bind: Any = None
+    engine: Engine,
+    jobs: Jobs,
+    number: int,
+    body: Body,
+    *,
+    world: World = "plain",
+    bind: Any = None,
+    flush: Flush = "group",
 ) -> list[dict[str, Any]]:
     """Run jobs in one group; return their rows."""
     handlers = HandlerRegistry()
 
-    @handlers.handler("plain", commit_every=50, wait=LATER)
+    @handlers.handler("plain", commit_every=50, flush=flush, wait=LATER)
     def plain(session: Session, job: Job[Any]) -> None:
         body(session, job.payload["n"], job)
 
-    @handlers.handler("async", commit_every=50, wait=LATER)
+    @handlers.handler("async", commit_every=50, flush=flush, wait=LATER)
     async def asynchronous(session: AsyncSession, job: Job[Any]) -> None:
         await session.run_sync(body, job.payload["n"], job)
 
@@ -100,25 +108,27 @@ def test_the_rows_of_a_group_are_inserted_together_in_the_order_of_its_jobs(
     assert observer.rows("SELECT worker FROM shop_effect ORDER BY id") == [(str(n),) for n in range(20)]
 
 
+class _Base(DeclarativeBase):
+    pass
+
+
+class Bill(_Base):
+    __tablename__ = "group_bill"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    n: Mapped[int]
+    lines: Mapped[list[Line]] = relationship(back_populates="bill", cascade="all, delete-orphan")
+
+
+class Line(_Base):
+    __tablename__ = "group_line"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    bill_id: Mapped[int] = mapped_column(ForeignKey(Bill.id))
+    n: Mapped[int]
+    bill: Mapped[Bill] = relationship(back_populates="lines")
+
+
 def test_rows_that_belong_together_are_inserted_in_their_order(engine: Engine, jobs: Jobs, observer: Observer) -> None:
-    class Base(DeclarativeBase):
-        pass
-
-    class Bill(Base):
-        __tablename__ = "group_bill"
-        id: Mapped[int] = mapped_column(primary_key=True)
-        n: Mapped[int]
-        lines: Mapped[list[Line]] = relationship(back_populates="bill", cascade="all, delete-orphan")
-
-    class Line(Base):
-        __tablename__ = "group_line"
-        id: Mapped[int] = mapped_column(primary_key=True)
-        bill_id: Mapped[int] = mapped_column(ForeignKey(Bill.id))
-        n: Mapped[int]
-        bill: Mapped[Bill] = relationship(back_populates="lines")
-
-    Base.registry.configure()
-    Base.metadata.create_all(engine)
+    _Base.metadata.create_all(engine)
 
     def body(session: Session, n: int, job: Job[Any]) -> None:
         bill = Bill(n=n)
@@ -140,8 +150,7 @@ def test_rows_are_not_collected_without_end(engine: Engine, jobs: Jobs, monkeypa
 
     with inserts() as seen:
         assert all_done(run(engine, jobs, 10, body))
-    # Up to 6 wait for the seventh and eighth; seven of one job, and those before them, do not.
-    assert seen.rows == [2, 8, 9, 6]
+    assert seen.rows == [2, 6, 11, 6]  # at most five wait
 
 
 # -- the next job finds what those before it have done -------------------------------------------------------
@@ -250,6 +259,31 @@ def test_a_job_sees_the_rows_of_those_before_it(
     assert observer.rows("SELECT ref FROM shop_order ORDER BY id") == [(str(n),) for n in range(10)]
 
 
+def test_what_the_running_job_has_added_is_not_inserted_before_its_time(
+    engine: Engine, jobs: Jobs, observer: Observer
+) -> None:
+    seen: list[bool] = []
+
+    def body(session: Session, n: int, job: Job[Any]) -> None:
+        session.add(Effect(job_id=job.id))
+        if n % 2:
+            with session.no_autoflush:
+                order = Order()  # its ref, which must be there, follows
+                session.add(order)
+                session.connection()
+                seen.append(session.scalar(sa.select(Effect.id).where(Effect.job_id == job.id)) is not None)
+                order.ref = str(n)
+            if n == 3:
+                session.expunge(order)
+
+    with inserts("shop_order") as inserted:
+        assert all_done(run(engine, jobs, 6, body))
+    assert seen == [False] * 3
+    assert observer.rows("SELECT ref FROM shop_order ORDER BY id") == [("1",), ("5",)]
+    assert sum(inserted.rows) == 2  # the group was whole
+    assert sum(jobs.effects_by_job().values()) == 6
+
+
 def test_what_a_job_has_added_goes_after_what_those_before_it_have(
     engine: Engine, jobs: Jobs, observer: Observer
 ) -> None:
@@ -312,7 +346,10 @@ def test_a_changed_row_that_a_job_brings_along_is_updated_with_what_it_adds(
     assert sum(jobs.effects_by_job().values()) == 6
 
 
-def test_jobs_of_the_group_that_enqueue_find_their_place(engine: Engine, jobs: Jobs, observer: Observer) -> None:
+@pytest.mark.parametrize("looks", [False, True])
+def test_jobs_of_the_group_that_enqueue_find_their_place(
+    looks: bool, engine: Engine, jobs: Jobs, observer: Observer
+) -> None:
     class Next(JobPayload, kind="next"):
         order_id: int
 
@@ -323,13 +360,16 @@ def test_jobs_of_the_group_that_enqueue_find_their_place(engine: Engine, jobs: J
         session.add(order)
         if n % 3 == 2:
             repo.enqueue(session, lambda o: Next(order_id=o.id), of=order)
+            if looks:
+                with session.no_autoflush:
+                    session.execute(sa.text("SELECT 1"))
 
-    assert all_done(run(engine, jobs, 10, body))
+    with inserts("shop_order") as seen:
+        assert all_done(run(engine, jobs, 10, body))
+    assert seen.rows == [1, 2, 3, 3, 1]
     assert observer.rows("SELECT ref FROM shop_order ORDER BY id") == [(str(n),) for n in range(10)]
-    joined = (
-        "SELECT ref FROM shop_order o JOIN enlist_job j ON j.kind = 'next' AND (j.payload->>'order_id')::int = o.id"
-    )
-    assert sorted(observer.rows(joined)) == [("2",), ("5",), ("8",)]
+    joined = "SELECT ref FROM shop_order o JOIN enlist_job j ON (j.payload->>'order_id')::int = o.id"
+    assert sorted(observer.rows(f"{joined} WHERE j.kind = 'next'")) == [("2",), ("5",), ("8",)]
 
 
 # -- one that is refused takes nobody along ------------------------------------------------------------------
@@ -393,11 +433,11 @@ def run_until_failed(
     """Run jobs of which some fail; check that the others are done in their first attempt."""
     handlers = HandlerRegistry()
 
-    @handlers.handler("plain", commit_every=50, wait=LATER)
+    @handlers.handler("plain", commit_every=50, flush="group", wait=LATER)
     def plain(session: Session, job: Job[Any]) -> None:
         body(session, job.payload["n"], job)
 
-    @handlers.handler("async", commit_every=50, wait=LATER)
+    @handlers.handler("async", commit_every=50, flush="group", wait=LATER)
     async def asynchronous(session: AsyncSession, job: Job[Any]) -> None:
         await session.run_sync(body, job.payload["n"], job)
 
@@ -412,11 +452,150 @@ def run_until_failed(
     return rows
 
 
-# -- where the application has a say in a flush, each job has its own ----------------------------------------
+@pytest.mark.parametrize("look", [by_text, in_a_savepoint, after_a_flush], ids=lambda look: look.__name__)
+def test_an_error_of_one_is_not_raised_as_what_the_next_one_handles(
+    look: Callable[[Session], int], engine: Engine, jobs: Jobs
+) -> None:
+    handled: list[int] = []
+
+    def body(session: Session, n: int, job: Job[Any]) -> None:
+        if n == 3:
+            try:
+                look(session)
+            except sa.exc.SQLAlchemyError:
+                handled.append(n)
+        session.add(Order(ref="twice" if n in {1, 2} else str(n)))
+
+    rows = run_until_failed(engine, jobs, 6, body, "plain", failing={2})
+    assert "shop_order_ref_key" in rows[2]["last_error"]
+    assert not handled
 
 
-class _Base(DeclarativeBase):
-    pass
+def test_an_error_of_the_running_job_is_its_own(engine: Engine, jobs: Jobs) -> None:
+    handled: list[int] = []
+
+    def body(session: Session, n: int, job: Job[Any]) -> None:
+        session.add(Order(ref="0" if n == 3 else str(n)))
+        if n == 3:
+            try:
+                session.flush()
+            except sa.exc.IntegrityError:
+                handled.append(n)
+                raise
+
+    run_until_failed(engine, jobs, 6, body, "plain", failing={3})
+    assert handled == [3, 3]  # in the group, and by itself
+
+
+def test_an_error_of_one_that_was_cancelled_is_not_the_next_ones(engine: Engine, jobs: Jobs) -> None:
+    handlers = HandlerRegistry()
+    told: list[JobEvent] = []
+    runs: list[int] = []
+
+    @handlers.handler("member", commit_every=50, flush="group", wait=LATER)
+    def member(session: Session, job: Job[Any]) -> None:
+        n = job.payload["n"]
+        runs.append(n)
+        if n < 3:
+            session.add(Order(ref="twice" if n else "0"))
+            return
+        if runs.count(n) == 1:
+            with Session(engine) as other, other.begin():
+                for job_id in ids[:3]:
+                    assert JobRepository(notify="transaction").cancel(other, job_id)
+            wait_until(lambda: [event.name for event in told].count(EventName.CANCELLED) == 3)
+        session.flush()
+
+    ids = jobs.add_many("member", [{"n": n} for n in range(4)])
+    options: dict[str, Any] = {"queues": {"default": 1}, "poll_interval": 0.05, "lease": 10, "events": [told.append]}
+    with running(Worker(engine, handlers, **options)):
+        row = jobs.wait(ids[3], timeout=15)
+    assert (row["status"], row["attempt"], row["last_error"]) == ("done", 1, None)
+    assert [jobs.status(job_id) for job_id in ids[:3]] == ["cancelled"] * 3
+
+
+@pytest.mark.parametrize("swallows", [False, True])
+def test_an_object_that_a_later_job_changes_is_inserted_as_its_own_job_left_it(
+    swallows: bool, engine: Engine, jobs: Jobs, observer: Observer
+) -> None:
+    kept: dict[int, Order] = {}
+
+    def body(session: Session, n: int, job: Job[Any]) -> None:
+        if n % 2:
+            kept[n - 1].total = -1  # it is in nobody's session any more
+            if swallows:
+                with suppress(Exception):
+                    session.flush()
+        else:
+            kept[n] = Order(ref=str(n), total=n)
+            session.add(kept[n])
+
+    assert all_done(run(engine, jobs, 6, body))
+    assert observer.rows("SELECT ref, total FROM shop_order ORDER BY id") == [("0", 0), ("2", 2), ("4", 4)]
+
+
+def test_an_object_that_several_jobs_use_is_as_the_last_of_them_left_it(
+    engine: Engine, jobs: Jobs, observer: Observer
+) -> None:
+    the_one = Order(ref="the one")
+
+    def body(session: Session, n: int, job: Job[Any]) -> None:
+        session.add(Effect(job_id=job.id))
+        if n > 1:
+            session.add(the_one)
+        if n == 4:
+            session.flush()
+            the_one.total = 4
+
+    assert all_done(run(engine, jobs, 6, body))
+    assert observer.rows("SELECT ref, total FROM shop_order") == [("the one", 4)]
+    assert sum(jobs.effects_by_job().values()) == 6
+
+
+def test_what_a_job_adds_to_an_object_of_another_stays_its_own(engine: Engine, jobs: Jobs, observer: Observer) -> None:
+    _Base.metadata.create_all(engine)
+    bills: list[Bill] = []
+
+    def body(session: Session, n: int, job: Job[Any]) -> None:
+        session.add(Effect(job_id=job.id))
+        if n == 1:
+            bills[:] = [Bill(n=n)]
+            session.add_all(bills)
+        elif n == 2:
+            line = Line(bill=bills[0], n=0)
+            session.add(line)
+            session.flush()
+            line.n = n
+
+    assert all_done(run(engine, jobs, 5, body))
+    assert observer.rows("SELECT n FROM group_line ORDER BY n") == [(2,)]
+    assert observer.scalar("SELECT count(*) FROM group_bill") == 1
+
+
+@pytest.mark.filterwarnings("ignore:The `objects` parameter:DeprecationWarning")
+def test_a_flush_of_some_objects_leaves_the_others(engine: Engine, jobs: Jobs, observer: Observer) -> None:
+    def body(session: Session, n: int, job: Job[Any]) -> None:
+        one, other = Order(ref=str(n)), Order(ref=f"not {n}")
+        session.add_all([one, other] if n == 3 else [one])
+        if n == 3:
+            session.flush([one])
+            session.expunge(other)
+
+    assert all_done(run(engine, jobs, 6, body))
+    assert observer.rows("SELECT ref FROM shop_order ORDER BY id") == [(str(n),) for n in range(6)]
+
+
+def test_a_job_that_adds_nothing_is_no_reason_to_insert(engine: Engine, jobs: Jobs) -> None:
+    def body(session: Session, n: int, job: Job[Any]) -> None:
+        if n not in {2, 3}:
+            session.add(Effect(job_id=job.id))
+
+    with inserts() as seen:
+        assert all_done(run(engine, jobs, 8, body))
+    assert seen.rows == [1, 5]
+
+
+# -- without it each job has a flush of its own ---------------------------------------------------------------
 
 
 STATE = threading.local()
@@ -477,15 +656,6 @@ class Changing(_Base):
     value: Mapped[dict[str, int]] = mapped_column(sa.JSON)
 
 
-class Usual(_Base):
-    __tablename__ = "group_usual"
-    id: Mapped[uuid.UUID] = mapped_column(primary_key=True, default=uuid.uuid4)
-    job: Mapped[int]
-    own: Mapped[str] = mapped_column(default="")
-    at: Mapped[dt.datetime] = mapped_column(default=dt.datetime.now, server_default=sa.func.now())
-    seen: Mapped[dt.datetime] = mapped_column(server_default=sa.func.now())
-
-
 def test_a_value_that_changes_is_inserted_as_its_own_job_left_it(
     engine: Engine, jobs: Jobs, observer: Observer
 ) -> None:
@@ -495,7 +665,7 @@ def test_a_value_that_changes_is_inserted_as_its_own_job_left_it(
         SHARED["n"] = n
         session.add(Changing(job=n, value=SHARED))
 
-    assert all_done(run(engine, jobs, 6, body))
+    assert all_done(run(engine, jobs, 6, body, flush="job"))
     assert observer.rows("SELECT job, (value ->> 'n')::int FROM group_changing ORDER BY id") == [
         (n, n) for n in range(6)
     ]
@@ -511,67 +681,59 @@ def test_what_the_application_makes_of_a_row_at_its_flush_is_made_for_its_own_jo
         STATE.n = n
         session.add(model(job=n))
 
-    assert all_done(run(engine, jobs, 6, body))
+    assert all_done(run(engine, jobs, 6, body, flush="job"))
     found = observer.rows(f"SELECT job, own FROM {model.__tablename__} ORDER BY id")
     assert found == [(n, str(n)) for n in range(6)]
 
 
-def test_defaults_of_pythons_own_are_no_reason_to_insert_one_by_one(engine: Engine, jobs: Jobs) -> None:
-    _Base.metadata.create_all(engine)
-
-    def body(session: Session, n: int, job: Job[Any]) -> None:
-        session.add(Usual(job=n))
-
-    with inserts("group_usual") as seen:
-        assert all_done(run(engine, jobs, 6, body))
-    assert seen.rows == [1, 5]
-
-
-@pytest.mark.parametrize("name", ["before_flush", "after_flush", "before_attach", "transient_to_pending"])
-def test_a_listener_of_the_session_hears_each_job_by_itself(
-    name: str, engine: Engine, jobs: Jobs, observer: Observer
-) -> None:
-    class Listened(Session):
-        pass
-
-    heard: list[int] = []
-    event.listen(Listened, name, lambda *_: heard.append(STATE.n))
-
-    def body(session: Session, n: int, job: Job[Any]) -> None:
-        STATE.n = n
-        session.add(Effect(job_id=job.id))
-
-    factory = sessionmaker(engine, class_=Listened)
-    assert all_done(run(engine, jobs, 6, body, bind=factory))
-    assert heard == list(range(6))
-
-
-def test_a_session_class_that_flushes_in_its_own_way_flushes_for_each_job(engine: Engine, jobs: Jobs) -> None:
-    flushed: list[int] = []
-
+@pytest.mark.parametrize("flush", ["job", "group"])
+def test_an_applications_flush_is_called_as_sqlalchemy_calls_it(flush: Flush, engine: Engine, jobs: Jobs) -> None:
     class Flushing(Session):
-        def flush(self, objects: Any = None) -> None:
-            flushed.append(len(self.new))
-            super().flush(objects)
+        def flush(self) -> None:  # type: ignore[override]
+            super().flush()
 
     def body(session: Session, n: int, job: Job[Any]) -> None:
         session.add(Effect(job_id=job.id))
+        if n == 3:
+            session.flush()
 
-    assert all_done(run(engine, jobs, 6, body, bind=sessionmaker(engine, class_=Flushing)))
-    assert [number for number in flushed if number] == [1] * 6
+    assert all_done(run(engine, jobs, 6, body, bind=sessionmaker(engine, class_=Flushing), flush=flush))
+    assert sum(jobs.effects_by_job().values()) == 6
 
 
-# -- several databases, and an old snapshot -------------------------------------------------------------------
+# -- a session that chooses its database ------------------------------------------------------------------------
+
+
+def test_a_session_that_chooses_its_database_does_so_for_each_job(engine: Engine, jobs: Jobs) -> None:
+    chosen: list[int] = []
+
+    class Choosing(Session):
+        def get_bind(self, *arguments: Any, **options: Any) -> Any:
+            chosen.append(self.info.get("n", -1))
+            return engine
+
+    def body(session: Session, n: int, job: Job[Any]) -> None:
+        session.info["n"] = n
+        session.add(Effect(job_id=job.id))
+
+    assert all_done(run(engine, jobs, 6, body, bind=sessionmaker(engine, class_=Choosing)))
+    assert [n for n in range(6) if n in chosen] == list(range(6))
+
+
+# -- an old snapshot ---------------------------------------------------------------------------------------------
 
 
 def test_jobs_under_a_snapshot_still_share_no_transaction(engine: Engine, jobs: Jobs) -> None:
     strict = engine.execution_options(isolation_level="REPEATABLE READ")
+    runs: list[int] = []
     commits: list[int] = []
     event.listen(strict, "commit", lambda _connection: commits.append(1))
 
     def body(session: Session, n: int, job: Job[Any]) -> None:
+        runs.append(n)
         session.add(Effect(job_id=job.id))
 
     assert all_done(run(strict, jobs, 5, body))
+    assert runs == list(range(5))
     assert sum(jobs.effects_by_job().values()) == 5
     assert len(commits) >= 5

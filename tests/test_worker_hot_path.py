@@ -27,7 +27,7 @@ from enlist._slots import Demand, Run, Slots
 from enlist._stalls import StallWatch
 from enlist._statements import CLAIM_LIMIT
 from enlist._threads import Threads
-from enlist.handlers import Handler
+from enlist.handlers import Flush, Handler
 from tests.shop import Effect
 from tests.support import Observer, wait_until
 from tests.support.jobs import Jobs, running
@@ -41,8 +41,8 @@ def jobs(observer: Observer) -> Jobs:
     return Jobs(observer)
 
 
-def make_run() -> Run:
-    handler = Handler("work", print, None, is_async=False)
+def make_run(flush: Flush = "job") -> Run:
+    handler = Handler("work", print, None, is_async=False, flush=flush)
     return Run(uuid.uuid4(), 1, "work", "default", 1, 20, "{}", "{}", handler, careful=False, lease_ends=0.0)
 
 
@@ -349,17 +349,20 @@ def test_a_claim_that_brings_all_it_may_is_followed_by_another(engine: Engine, j
     assert wanted
 
 
-def test_a_group_of_one_says_less_of_what_a_job_takes_than_one_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("flush", "least", "most"), [("job", 0, 30), ("group", 60, 200)])
+def test_a_group_of_one_says_less_than_one_of_many_where_jobs_are_flushed_together(
+    flush: Flush, least: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = 0.0
     monkeypatch.setattr("enlist._slots.time", SimpleNamespace(monotonic=lambda: now))
     slots = Slots({"default": 1}, lambda run: None, lambda: None)
-    run = make_run()
+    run = make_run(flush=flush)
     for jobs in (100, 1) * 10:  # each group 5 ms, whatever it has
         slots.place([run], [Demand("default", free=1, number=1)])
         since, now = now, now + 0.005
         slots.finished(run, jobs, since)
     (demand,) = slots.demands()
-    assert demand.number > 400  # 50 ms of jobs that take 0.1 ms; by groups, and not by jobs, it would be 2.5 ms
+    assert least < demand.number < most  # 50 ms of jobs of 0.5 ms, or of 2.6
 
 
 def counting(monkeypatch: pytest.MonkeyPatch) -> tuple[HandlerRegistry, list[None], threading.Event]:

@@ -415,6 +415,10 @@ def test_an_ordered_class_a_lock_and_savepoints_are_refused_with_groups() -> Non
             register("kind", commit_every=value)
     with pytest.raises(InvalidOption, match="on_commit must be 'refuse' or 'savepoint', not 'commit'"):
         register("kind", on_commit="commit")
+    with pytest.raises(InvalidOption, match="flush must be 'job' or 'group', not 'never'"):
+        register("kind", commit_every=10, flush="never")
+    with pytest.raises(HandlerError, match="give commit_every as well"):
+        register("kind", flush="group")
 
 
 # -- completion -----------------------------------------------------------------------------------------------

@@ -1,145 +1,92 @@
-"""What the jobs of a group have added to their session is inserted together: at the end, or before anybody could look.
+"""``flush="group"``: what the jobs of a group add to their session is inserted together.
 
 A flush for each job is most of what a small job costs: two hundred objects are inserted at the price of ten flushes. So
-what a handler has added, if it is nothing but new rows, waits while the next handlers run. It waits outside of the
-session, which each handler is to find empty, and comes back with its next flush or before its next statement.
-
-A flush asks the application's code for values: listeners, defaults and types, which may look at what the handler has
-left in a variable. Where there is such code, or a value that may change meanwhile, each job has a flush of its own.
+what a handler has added, if it is nothing but new objects, waits while the next handlers run: outside of the session,
+which each handler is to find empty. It is inserted at the group's end, or before a later handler's flush or statement.
 """
 
 from __future__ import annotations
 
-import datetime as dt
-import decimal
-import enum
-import uuid
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Final
 
 import sqlalchemy as sa
-from sqlalchemy.orm import Mapper, Session
+from sqlalchemy.orm import Session
 
-from enlist._direct import DIALECT
+from enlist.exceptions import TransactionAborted
+from enlist.models import JobRecordMixin
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Deferred", "are_plain_rows", "has_flush_of_its_own"]
+__all__ = ["Deferred"]
 
 MOST_OBJECTS: Final = 1000
 """So many wait at most: they take memory, and more of them make the INSERT no cheaper."""
-
-HEARD: Final = (
-    "before_flush",
-    "after_flush",
-    "after_flush_postexec",
-    "pending_to_persistent",
-    "persistent_to_detached",
-    # These hear twice of an object that leaves its session and comes back.
-    "before_attach",
-    "after_attach",
-    "transient_to_pending",
-    "pending_to_transient",
-)
-
-OVERRIDDEN: Final = ("add", "add_all", "expunge", "expunge_all", "flush")
-
-PYTHONS_OWN: Final = frozenset({"builtins", "datetime", "secrets", "time", "uuid"})
-"""Modules whose functions, as defaults of a column, depend on no variable."""
-
-UNCHANGING: Final = frozenset(
-    {type(None), bool, int, float, decimal.Decimal, str, bytes, uuid.UUID, dt.datetime, dt.date, dt.time, dt.timedelta}
-)
 
 
 class Deferred:
     """The objects of a group's session that wait to be inserted."""
 
     def __init__(self, session: Session) -> None:
-        self.session = session
+        self._session = session
         self._objects: list[object] = []
+        self._values: list[Sequence[object]] = []
 
-    @property
-    def is_full(self) -> bool:
-        """Whether no more are to wait."""
-        return len(self._objects) >= MOST_OBJECTS
+    def take(self) -> bool:
+        """Take what is pending out of the session; return False if it is to be flushed instead."""
+        session = self._session
+        new = list(session.new)
+        if len(session.identity_map) or _has_jobs(session) or len(self._objects) + len(new) > MOST_OBJECTS:
+            return False
+        self._objects += new
+        self._values += map(_values, new)
+        session.expunge_all()
+        return True
 
-    def take(self) -> None:
-        """Take what is pending out of the session."""
-        self._objects += self.session.new
-        self.session.expunge_all()
+    def insert(self) -> None:
+        """Insert them now, but not what the running handler has added: it may not be complete."""
+        session = self._session
+        own = [] if _has_jobs(session) else list(session.new)  # jobs may refer to the others
+        for each in own:
+            _expunge(session, each)
+        session.flush()
+        session.add_all(own)
 
     def come_back(self) -> None:
-        """Make them pending again; they are inserted before what the session has pending now."""
-        later = list(self.session.new)
-        self.session.add_all(self._objects)
-        for place, each in enumerate((*self._objects, *later)):
+        """Make them pending again; they are inserted before what the session has pending now.
+
+        :raises TransactionAborted: a handler has kept one, and a later job has changed it or put it to use.
+        """
+        session = self._session
+        own = list(session.new)
+        session.add_all(self._objects)
+        are_apart = len(session.new) == len(self._objects) + len(own)
+        if not are_apart or not all(map(_are_same, self._objects, self._values)):
+            raise TransactionAborted("an object that a job of the group has added was used by a later one as well")
+        for place, each in enumerate((*self._objects, *own)):
             sa.inspect(each, raiseerr=True).insert_order = place  # what the unit of work sorts a class's rows by
 
     def leave(self) -> None:
         """Let the session go on without them, now that they are inserted."""
         for each in self._objects:
-            if each in self.session:  # else one that it belongs to has taken it along
-                self.session.expunge(each)
+            _expunge(self._session, each)
 
 
-def has_flush_of_its_own(session: Session) -> bool:
-    """Whether the application has a say in the session's flushes, by its class or by listeners."""
-    return any(_overrides(kind) for kind in type(session).__mro__) or any(
-        not (getattr(listener, "__module__", None) or "").startswith("enlist.")
-        for name in HEARD
-        for listener in getattr(cast("Any", session).dispatch, name)
-    )
+def _has_jobs(session: Session) -> bool:
+    """Whether jobs are to be written with the next flush: an object of their class stands for them."""
+    return any(isinstance(each, JobRecordMixin) for each in session.new)
 
 
-def _overrides(kind: type[Any]) -> bool:
-    return kind.__module__ not in {"sqlalchemy.orm.session", "enlist._session"} and not vars(kind).keys().isdisjoint(
-        OVERRIDDEN
-    )
+def _expunge(session: Session, each: object) -> None:
+    if each in session:  # else one that it belongs to has taken it along
+        session.expunge(each)
 
 
-def are_plain_rows(session: Session) -> bool:
-    """Whether the session has new rows to flush and nothing else, and their values will be the same later."""
-    if len(session.identity_map) or session.deleted:
-        return False
-    new = session.new
-    return 0 < len(new) <= MOST_OBJECTS and all(_is_plain_row(each) for each in new)
-
-
-def _is_plain_row(each: object) -> bool:
+def _values(each: object) -> Sequence[object]:
+    """What the columns of an object's row are to have."""
     state = sa.inspect(each, raiseerr=True)
-    heard = cast("Any", state.mapper).dispatch  # not remembered: a listener may come at any time
-    if heard.before_insert or heard.after_insert:
-        return False
-    keys = _plain_keys(state.mapper)
-    return keys is not None and all(_is_unchanging(state.dict.get(key)) for key in keys)
+    return [state.dict.get(attribute.key) for attribute in state.mapper.column_attrs]
 
 
-def _is_unchanging(value: object) -> bool:
-    return type(value) in UNCHANGING or isinstance(value, enum.Enum)
-
-
-@lru_cache(maxsize=200)
-def _plain_keys(mapper: Mapper[Any]) -> Sequence[str] | None:
-    """The attributes for the columns of a class, if none of the application's code makes values for them."""
-    if mapper.version_id_col is not None:
-        return None
-    for table in mapper.tables:
-        for column in table.columns:
-            if _is_applications(column.type) or _is_made_by_application(column.default):
-                return None
-    return [attribute.key for attribute in mapper.column_attrs]
-
-
-def _is_applications(type_: sa.types.TypeEngine[Any]) -> bool:
-    return not type(type_.dialect_impl(DIALECT)).__module__.startswith("sqlalchemy.")
-
-
-def _is_made_by_application(default: Any) -> bool:
-    """Whether a column's default is a function other than Python's own."""
-    if default is None or not default.is_callable:
-        return False
-    function = getattr(default.arg, "__wrapped__", default.arg)
-    module = getattr(function, "__module__", None) or getattr(getattr(function, "__self__", None), "__module__", None)
-    return module not in PYTHONS_OWN
+def _are_same(each: object, values: Sequence[object]) -> bool:
+    return all(now is before for now, before in zip(_values(each), values, strict=True))

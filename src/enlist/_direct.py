@@ -21,11 +21,11 @@ from sqlalchemy.engine.default import DefaultDialect
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["DIALECT", "Direct", "direct"]
+__all__ = ["Direct", "direct"]
 
 _PLACE: Final = re.compile(r"%\((\w+)\)s|%%")
 
-DIALECT: Final[sa.Dialect] = cast("Any", PGDialect_psycopg)()
+_DIALECT: Final[sa.Dialect] = cast("Any", PGDialect_psycopg)()
 """One for all engines, with its own style of parameters: theirs may be another."""
 
 
@@ -74,14 +74,14 @@ class _Compiled:
     """A statement in PostgreSQL's own terms: psycopg would read one with names each time, if it is a long one."""
 
     def __init__(self, statement: sa.Executable) -> None:
-        compiled = cast("Any", statement).compile(dialect=DIALECT)
+        compiled = cast("Any", statement).compile(dialect=_DIALECT)
         self._names: list[str] = []
         self.text = cast("Any", _PLACE.sub(self._numbered, str(compiled)))
         self._constants: dict[str, Any] = {}
         self._converters: dict[str, Callable[[Any], Any]] = {}
         for name in self._names:
             bind = compiled.binds[name]
-            convert = bind.type.dialect_impl(DIALECT).bind_processor(DIALECT)
+            convert = bind.type.dialect_impl(_DIALECT).bind_processor(_DIALECT)
             if not bind.required:
                 self._constants[name] = bind.effective_value if convert is None else convert(bind.effective_value)
             if convert is not None:

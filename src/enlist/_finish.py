@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import sqlalchemy as sa
+from sqlalchemy.orm import Session
 
-from enlist._deferred import Deferred, are_plain_rows, has_flush_of_its_own
+from enlist._deferred import Deferred
 from enlist._direct import direct
 from enlist._driver import is_transaction_failed, sqlstate
 from enlist._staging import has_waiting, write_waiting
@@ -16,8 +17,6 @@ from enlist.exceptions import LeaseLost, TransactionAborted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from sqlalchemy.orm import Session
 
     from enlist._guard import Guard
     from enlist._session import GuardedSession
@@ -118,18 +117,14 @@ def finish_group(session: GuardedSession, runs: Sequence[Run]) -> bool:
 
 
 def _defer(session: GuardedSession, guard: Guard) -> bool:
-    """Leave it to a later flush to insert what a group's job has added, if nobody will notice."""
-    if guard.never_defers is None:
-        guard.never_defers = has_flush_of_its_own(session)
-    # The first has begun the transaction: what is to be known of it is known.
-    if guard.never_defers or not guard.roots or not are_plain_rows(session):
+    """Have what a job has added wait for the others' of its group, if that is wanted and possible."""
+    if not guard.flushes_together or type(session).get_bind is not Session.get_bind:  # it may choose by job
         return False
-    deferred = guard.deferred or Deferred(session)
-    if deferred.is_full:
+    # The first job's own flush begins the transaction: so it is known whether others may follow in it.
+    if not guard.roots:
         return False
-    deferred.take()
-    guard.deferred = deferred
-    return True
+    guard.deferred = guard.deferred or Deferred(session)
+    return guard.deferred.take()
 
 
 def _checked(session: GuardedSession) -> Guard:

@@ -89,8 +89,6 @@ class Guard:
     """What a handler may set in the session of a group, as it was."""
     deferred: Deferred | None = None
     """What earlier jobs of the group have added and is not inserted yet."""
-    never_defers: bool | None = None
-    """Whether each job of the group needs a flush of its own; None if nobody has asked yet."""
     broken: str | None = None
     """How the handler ended the transaction, if it did."""
     spoken: frozenset[sa.Connection] = frozenset()
@@ -118,6 +116,8 @@ class Guard:
         """A commit of the handler's is a savepoint."""
         self.grouped = run.handler.commit_every > 1
         """Other jobs may follow in the transaction."""
+        self.flushes_together = run.handler.flush == "group"
+        """What they add is inserted together."""
         self.always = run.handler.complete == "commit"
         """To be committed even if the handler has not used it."""
 
@@ -153,7 +153,7 @@ class Guard:
     def insert_deferred(self) -> None:
         """Insert what earlier jobs of the group have added, before anybody looks."""
         if self.deferred is not None:
-            self.deferred.session.flush()
+            self.deferred.insert()
 
     def follow(self, session: Session, job_id: uuid.UUID, token: int) -> None:
         """Go on to another job of a group, in the same transaction."""
@@ -183,7 +183,6 @@ class Guard:
 
     def forget(self) -> None:
         """Let go of the connections, when the attempt is over."""
-        self.deferred = None
         for connection, _ in self.roots:
             GUARDS.pop(connection, None)
 

@@ -16,7 +16,7 @@ from enlist._driver import is_autocommit
 from enlist._guard import GUARDS
 from enlist._staging import RUNNING
 from enlist._statements import of_this_minute
-from enlist.exceptions import LeaseLost, SessionError
+from enlist.exceptions import LeaseLost, SessionError, TransactionAborted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -128,12 +128,25 @@ class GuardedSession(Session):
 
     def flush(self, objects: Sequence[Any] | None = None) -> None:
         guard = self.guard
-        if guard is None or (deferred := guard.deferred) is None:
+        if objects is not None:
+            self._insert_deferred()
             super().flush(objects)
             return
+        if guard is None or (deferred := guard.deferred) is None:
+            super().flush()
+            return
         guard.deferred = None
-        deferred.come_back()
-        super().flush()
+        theirs_alone = not self.new
+        try:
+            deferred.come_back()
+            super().flush()
+        except sa.exc.SQLAlchemyError as error:
+            if theirs_alone:  # this job's handler is not to take it for its own
+                raise TransactionAborted("what an earlier job of the group has added could not be inserted") from error
+            raise
+        except TransactionAborted:
+            guard.broken = "the use of another job's object"
+            raise
         deferred.leave()
 
     def connection(self, *arguments: Any, **options: Any) -> sa.Connection:
@@ -247,10 +260,12 @@ def _after_begin(session: GuardedSession, transaction: SessionTransaction, conne
         GUARDS[connection] = guard
     # Only on the job's own database: a session may write to others as well.
     if guard.holds_lock(connection) and _is_jobs_bind(session, guard, connection) and not transaction.nested:
+        # What waits for another database is not inserted while SQLAlchemy is about to begin on this one.
+        deferred, guard.deferred = guard.deferred, None
         parameters = {"job_id": guard.job_id, "token": guard.token, "idle_limit": guard.idle_limit}
         if connection.execute(of_this_minute(guard.statements.lock_row), parameters).first() is None:
             raise LeaseLost(guard.job_id, guard.token)
-        guard.locked = True
+        guard.locked, guard.deferred = True, deferred
 
 
 def _is_jobs_bind(session: Session, guard: Guard, connection: sa.Connection) -> bool:

@@ -175,36 +175,22 @@ class _Queue:
         self.prefetches = prefetches
         self.active = 0
         self.waiting: deque[Run] = deque()
-        self._recent_seconds = self._recent_jobs = 0.0
+        self.service_seconds: float | None = None
         self.more = False
         """The last claim brought all it asked for: there is probably more."""
         self.missed = False
         """It was to be looked at while no slot was free: to be made up for when one is."""
 
-    def took(self, seconds: float, jobs: int) -> None:
-        """Note how long jobs have taken together.
-
-        Seconds and jobs are added up, each for itself: a group of one, which pays alone for what a large one shares,
-        says less of what a job takes.
-        """
-        self._recent_seconds += seconds - SMOOTHING * self._recent_seconds
-        self._recent_jobs += jobs - SMOOTHING * self._recent_jobs
-
-    def forget_times(self) -> None:
-        """Begin anew to measure what a job takes."""
-        self._recent_seconds = self._recent_jobs = 0.0
-
-    @property
-    def service_seconds(self) -> float | None:
-        """What a job takes of a slot's time; None if that is not known."""
-        return self._recent_seconds / self._recent_jobs if self._recent_jobs else None
-
     def allowance(self) -> int:
         """How many jobs may wait beside those that run."""
-        seconds = self.service_seconds
-        if not self.prefetches or not self.more or seconds is None or seconds > PREFETCH_LIMIT_SECONDS:
+        if (
+            not self.prefetches
+            or not self.more
+            or self.service_seconds is None
+            or self.service_seconds > PREFETCH_LIMIT_SECONDS
+        ):
             return 0
-        return min(int(PREFETCH_SECONDS / max(seconds, 1e-6) * self.limit), PREFETCH_MOST)
+        return min(int(PREFETCH_SECONDS / max(self.service_seconds, 1e-6) * self.limit), PREFETCH_MOST)
 
     def is_wanting(self, free: int, allowance: int) -> bool:
         """Whether a claim is of use: of what may wait a part is used up, so that it brings many and not one by one."""
@@ -329,7 +315,11 @@ class Slots:
         """
         with self._lock:
             queue = self._queues[run.queue]
-            queue.took(time.monotonic() - (run.started if since is None else since), max(jobs, 1))
+            seconds = (time.monotonic() - (run.started if since is None else since)) / max(jobs, 1)
+            known = queue.service_seconds
+            # Of jobs that are flushed together one alone takes nearly as long as many: there each job counts.
+            weight = 1 - (1 - SMOOTHING) ** (jobs if run.handler.flush == "group" else 1)
+            queue.service_seconds = seconds if known is None else known + weight * (seconds - known)
             if run.careful:
                 self._careful_free = True
             following = None
@@ -356,7 +346,7 @@ class Slots:
             for queue in self._queues.values():
                 while queue.waiting and queue.waiting[0].placed < limit:
                     taken.append(queue.waiting.popleft())
-                    queue.forget_times()  # what was measured no longer holds
+                    queue.service_seconds = None  # what was measured no longer holds
         for run in taken:
             if run.careful:
                 self._careful_free = True

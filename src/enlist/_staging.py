@@ -321,9 +321,9 @@ def _release(jobs: Iterable[StagedJob]) -> None:
         job.release()
 
 
-def _pending_to_transient(session: Session, state: InstanceState[Any]) -> None:
+def _pending_to_transient(session: Session, instance: object) -> None:
     stage: Stage | None = session.info.get(_STAGE)
-    if stage is None or stage.marker is not state.obj():
+    if stage is None or stage.marker is not instance:
         return
     stage.marker = None
     # Active: the application emptied its session, expunge() or expunge_all(). An accepted job stays.
@@ -494,8 +494,6 @@ _LISTENERS: Final[dict[str, Callable[..., None]]] = {
 }
 # What has happened is noted first: a listener of the application that raises must not hide it.
 _FIRST: Final = frozenset({"after_commit", "after_rollback", "after_transaction_end"})
-# By itself, not in a wrapper of SQLAlchemy's that gets the object: nobody could tell it from others' listeners.
-_RAW: Final = frozenset({"pending_to_transient"})
 for _name, _listener in _LISTENERS.items():
-    event.listen(Session, _name, _listener, insert=_name in _FIRST, **({"raw": True} if _name in _RAW else {}))
+    event.listen(Session, _name, _listener, insert=_name in _FIRST)
 event.listen(JobRecordMixin, "before_insert", _refuse_insert, propagate=True)

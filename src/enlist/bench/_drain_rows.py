@@ -58,10 +58,10 @@ ROWS: Final = (
         Way("insert", asynchronous=True, commit_every=GROUP),
         share=0.25,
     ),
-    Row("added", f"one object added, commit_every={GROUP}, plain", Way("add", commit_every=GROUP), share=0.5),
+    Row("added", f"one object added, one flush of {GROUP}, plain", Way("add", commit_every=GROUP), share=0.5),
     Row(
         "added-async",
-        f"one object added, commit_every={GROUP}, async",
+        f"one object added, one flush of {GROUP}, async",
         Way("add", asynchronous=True, commit_every=GROUP),
         share=0.5,
     ),

@@ -17,7 +17,7 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
-from enlist.handlers import HandlerRegistry
+from enlist.handlers import Flush, HandlerRegistry
 from enlist.job import Job
 from enlist.payload import JobPayload
 from enlist.worker import Worker
@@ -97,7 +97,8 @@ def registry(way: Way, ran: Callable[[int], None]) -> HandlerRegistry:
 
     plain = {"nothing": nothing, "insert": insert, "add": add, "burn": burn}
     asynchronous = {"nothing": nothing_async, "insert": insert_async, "add": add_async}
-    register = handlers.handler(DrainJob, commit_every=way.commit_every)
+    flush: Flush = "group" if way.does == "add" and way.commit_every > 1 else "job"
+    register = handlers.handler(DrainJob, commit_every=way.commit_every, flush=flush)
     if way.asynchronous:
         register(asynchronous[way.does])
     else:

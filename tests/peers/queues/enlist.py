@@ -42,9 +42,9 @@ class Enlist:
         self.is_async = is_async
 
     def settings(self, load: Load) -> Settings:
-        usual: Settings = {"slots": load.slots or 10, "commit_every": 1, "notify": "after_commit"}
+        usual: Settings = {"slots": load.slots or 10, "commit_every": 1, "flush": "job", "notify": "after_commit"}
         if load.name == "insert-grouped":  # each slot has a group: more of them are only more threads
-            return {**usual, "slots": 2, "commit_every": 200}
+            return {**usual, "slots": 2, "commit_every": 200, "flush": "group"}
         if load.name == "insert" and not self.is_async:  # one core's worth of Python: more threads only take turns
             return {**usual, "slots": 5}
         return usual
@@ -87,7 +87,7 @@ class Enlist:
     def work(self, work: Work) -> None:
         slots = work.settings["slots"]
         handlers = HandlerRegistry()
-        register = handlers.handler(Numbered, commit_every=work.settings["commit_every"])
+        register = handlers.handler(Numbered, commit_every=work.settings["commit_every"], flush=work.settings["flush"])
         bind: sa.Engine | AsyncEngine
         if self.is_async:
             register(_async_handler(work))
