@@ -135,7 +135,7 @@ def test_the_keys_behind_a_long_front_are_walked_however_many_jobs_are_asked_for
 def test_what_was_left_for_want_of_a_slot_is_claimed_when_one_is_free() -> None:
     woken: list[str] = []
     slots = Slots({"q": 1}, lambda run: None, lambda: woken.append("claim"))
-    handler = SimpleNamespace(commit_every=1)
+    handler = SimpleNamespace(commit_every=1, flush="job")
     run: Any = SimpleNamespace(queue="q", handler=handler, careful=False, keyed=False, placed=0.0, started=0.0)
     assert slots.place([run], [Demand("q", 1, 2)]) == []
     slots.leave({"q"})

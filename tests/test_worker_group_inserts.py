@@ -656,8 +656,9 @@ class Changing(_Base):
     value: Mapped[dict[str, int]] = mapped_column(sa.JSON)
 
 
+@pytest.mark.parametrize("flush", ["job", "group"])
 def test_a_value_that_changes_is_inserted_as_its_own_job_left_it(
-    engine: Engine, jobs: Jobs, observer: Observer
+    flush: Flush, engine: Engine, jobs: Jobs, observer: Observer
 ) -> None:
     _Base.metadata.create_all(engine)
 
@@ -665,7 +666,7 @@ def test_a_value_that_changes_is_inserted_as_its_own_job_left_it(
         SHARED["n"] = n
         session.add(Changing(job=n, value=SHARED))
 
-    assert all_done(run(engine, jobs, 6, body, flush="job"))
+    assert all_done(run(engine, jobs, 6, body, flush=flush))
     assert observer.rows("SELECT job, (value ->> 'n')::int FROM group_changing ORDER BY id") == [
         (n, n) for n in range(6)
     ]

@@ -417,7 +417,7 @@ def test_an_ordered_class_a_lock_and_savepoints_are_refused_with_groups() -> Non
         register("kind", on_commit="commit")
     with pytest.raises(InvalidOption, match="flush must be 'job' or 'group', not 'never'"):
         register("kind", commit_every=10, flush="never")
-    with pytest.raises(HandlerError, match="give commit_every as well"):
+    with pytest.raises(HandlerError, match="give commit_every=2 or more"):
         register("kind", flush="group")
 
 

@@ -115,7 +115,7 @@ def drain(
 ) -> None:
     """Measure how many jobs a second workers finish, what CPU and WAL a job takes, and check that each runs once.
 
-    The exit status is 1 if a job was not done, or was run twice.
+    The exit status is 1 unless each job was done, was run once and has one row.
     """
     with needing("demo"):
         from enlist.bench.drain import run_drain  # noqa: PLC0415 - of another extra

@@ -7,6 +7,10 @@ which each handler is to find empty. It is inserted at the group's end, or befor
 
 from __future__ import annotations
 
+import datetime as dt
+import uuid
+from decimal import Decimal
+from enum import Enum
 from typing import TYPE_CHECKING, Final
 
 import sqlalchemy as sa
@@ -24,6 +28,11 @@ MOST_OBJECTS: Final = 1000
 """So many wait at most: they take memory, and more of them make the INSERT no cheaper."""
 
 
+UNCHANGING: Final = frozenset(
+    {type(None), bool, int, float, Decimal, str, bytes, uuid.UUID, dt.datetime, dt.date, dt.time, dt.timedelta}
+)
+
+
 class Deferred:
     """The objects of a group's session that wait to be inserted."""
 
@@ -38,8 +47,11 @@ class Deferred:
         new = list(session.new)
         if len(session.identity_map) or _has_jobs(session) or len(self._objects) + len(new) > MOST_OBJECTS:
             return False
+        values = list(map(_values, new))
+        if not all(type(value) in UNCHANGING or isinstance(value, Enum) for each in values for value in each):
+            return False  # a dict, say, which a later job may change
         self._objects += new
-        self._values += map(_values, new)
+        self._values += values
         session.expunge_all()
         return True
 

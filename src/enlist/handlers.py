@@ -142,13 +142,13 @@ class HandlerRegistry:
         :param commit_every: up to how many jobs share a Session and a transaction, one after the other, when several
             wait; default 1, at most 1000. For many small jobs: a commit is most of what such a job costs. If one of
             them fails the transaction is rolled back, and each runs by itself, in the same attempt: so the function
-            may run twice, its database effects happen once. What it sets for the transaction (``SET LOCAL``, locks)
-            is there for the next job; jobs that write the same rows should do so in one order.
-        :param flush: ``"job"`` (default) flushes the Session after each job; ``"group"``, with ``commit_every``, has
-            what jobs have added inserted together, at the group's end or before a later job's flush or statement. That
-            halves what a job costs which does nothing but ``session.add()``. For objects whose values the function
-            sets itself: what a flush asks others for (defaults, types, listeners, triggers) it asks for all of them
-            then.
+            may run twice, its database effects happen once. The locks that it takes are held while the next ones
+            run: jobs that write the same rows should do so in one order.
+        :param flush: ``"job"`` (default) flushes the Session after each job; ``"group"``, with ``commit_every`` of 2 or
+            more, has what jobs have added inserted together, at the group's end or before a later job's flush or
+            statement. That halves what a job costs which does nothing but ``session.add()``; one that reads or
+            enqueues has a flush of its own. Defaults, types, listeners and triggers run at that one flush: they must
+            not depend on which job is running.
         :param on_commit: what ``session.commit()`` and ``rollback()`` do: ``"refuse"`` (default) raises
             :class:`~enlist.CommitRefused`; ``"savepoint"``, for code that commits by itself, makes each commit a
             savepoint to which a later rollback returns. All of it commits with the job's status, or nothing.
@@ -183,7 +183,7 @@ class HandlerRegistry:
             _check_group(kind, payload_type, hold_lock=hold_lock, on_commit=on_commit)
         elif flush == "group":
             raise HandlerError(
-                f"kind {kind!r}: flush='group' is for jobs that share a transaction; give commit_every as well, or"
+                f"kind {kind!r}: flush='group' is for jobs that share a transaction; give commit_every=2 or more, or"
                 " leave it out"
             )
 
