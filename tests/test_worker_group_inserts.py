@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import uuid
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, rela
 
 from enlist import HandlerRegistry, Job, JobPayload, JobRepository, Worker
 from enlist.events import EventName, JobEvent
+from enlist.exceptions import TransactionAborted
 from tests.shop import Effect, Order, Receipt
 from tests.support import Observer, wait_until
 from tests.support.jobs import Jobs, running
@@ -127,7 +129,9 @@ class Line(_Base):
     bill: Mapped[Bill] = relationship(back_populates="lines")
 
 
-def test_rows_that_belong_together_are_inserted_in_their_order(engine: Engine, jobs: Jobs, observer: Observer) -> None:
+def test_objects_that_refer_to_others_are_inserted_by_their_own_job(
+    engine: Engine, jobs: Jobs, observer: Observer
+) -> None:
     _Base.metadata.create_all(engine)
 
     def body(session: Session, n: int, job: Job[Any]) -> None:
@@ -137,7 +141,7 @@ def test_rows_that_belong_together_are_inserted_in_their_order(engine: Engine, j
 
     with inserts("group_line") as seen:
         assert all_done(run(engine, jobs, 10, body))
-    assert seen.rows == [2, 18]
+    assert seen.rows == [2] * 10
     pairs = "SELECT count(*) FROM group_bill b JOIN group_line l ON l.bill_id = b.id AND l.n = b.n"
     assert observer.scalar(pairs) == 20
 
@@ -281,6 +285,89 @@ def test_what_the_running_job_has_added_is_not_inserted_before_its_time(
     assert seen == [False] * 3
     assert observer.rows("SELECT ref FROM shop_order ORDER BY id") == [("1",), ("5",)]
     assert sum(inserted.rows) == 2  # the group was whole
+    assert sum(jobs.effects_by_job().values()) == 6
+
+
+@pytest.mark.filterwarnings("ignore::sqlalchemy.exc.SAWarning")
+def test_a_link_to_what_a_job_has_added_is_not_lost_when_others_rows_are_inserted(
+    engine: Engine, jobs: Jobs, observer: Observer
+) -> None:
+    _Base.metadata.create_all(engine)
+    with Session(engine, expire_on_commit=False) as session, session.begin():
+        bill = Bill(n=1, lines=[])
+        session.add(bill)
+
+    def body(session: Session, n: int, job: Job[Any]) -> None:
+        session.add(Effect(job_id=job.id))
+        if n == 3:
+            session.add(bill)
+            bill.lines = [Line(n=3)]
+            bill.n = -1  # is not to be sent yet
+            session.connection()
+            bill.n = 3
+
+    assert all_done(run(engine, jobs, 6, body))
+    assert observer.rows("SELECT b.n, l.n FROM group_bill b JOIN group_line l ON l.bill_id = b.id") == [(3, 3)]
+
+
+def test_what_a_handler_has_taken_out_of_its_session_stays_out(engine: Engine, jobs: Jobs, observer: Observer) -> None:
+    _Base.metadata.create_all(engine)
+
+    def body(session: Session, n: int, job: Job[Any]) -> None:
+        session.add(Effect(job_id=job.id))
+        if n == 3:
+            line = Line(n=3)
+            session.add(Bill(n=3, lines=[Line(n=2), line]))
+            session.expunge(line)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", sa.exc.SAWarning)  # that it belongs to what is flushed
+                with suppress(TransactionAborted):
+                    session.connection()
+                session.flush()
+
+    assert all_done(run(engine, jobs, 6, body))
+    assert observer.rows("SELECT n FROM group_line") == [(2,)]
+
+
+def test_a_connection_that_was_only_asked_for_is_no_transaction(engine: Engine, jobs: Jobs) -> None:
+    runs: list[int] = []
+
+    def body(session: Session, n: int, job: Job[Any]) -> None:
+        runs.append(n)
+        if n == 0:
+            session.connection()
+        elif n == 3:
+            with session.no_autoflush:
+                session.execute(sa.text("SELECT 1"))
+        if n:
+            session.add(Effect(job_id=job.id))
+
+    assert all_done(run(engine, jobs, 6, body))
+    assert runs == list(range(6))
+
+
+def test_what_listeners_add_is_not_in_the_next_handlers_session(engine: Engine, jobs: Jobs) -> None:
+    class Listened(Session):
+        pass
+
+    kept: list[Effect] = []
+    found: list[int] = []
+
+    @event.listens_for(Listened, "before_flush")
+    def note(session: Session, *_: Any) -> None:
+        for each in list(session.new):
+            if isinstance(each, Order):
+                kept.append(Effect(job_id=uuid.uuid4()))
+                session.add(kept[-1])
+
+    def body(session: Session, n: int, job: Job[Any]) -> None:
+        if n == 3:
+            session.connection()
+            found.append(len(session.identity_map))
+        session.add(Order(ref=str(n)))
+
+    assert all_done(run(engine, jobs, 6, body, bind=sessionmaker(engine, class_=Listened)))
+    assert found == [0]
     assert sum(jobs.effects_by_job().values()) == 6
 
 
@@ -487,6 +574,28 @@ def test_an_error_of_the_running_job_is_its_own(engine: Engine, jobs: Jobs) -> N
     assert handled == [3, 3]  # in the group, and by itself
 
 
+def test_an_error_of_what_the_running_job_changes_is_its_own(engine: Engine, jobs: Jobs) -> None:
+    with Session(engine, expire_on_commit=False) as session, session.begin():
+        one, other = Order(ref="one"), Order(ref="other")
+        session.add_all([one, other])
+    handled: list[int] = []
+
+    def body(session: Session, n: int, job: Job[Any]) -> None:
+        if n != 3:
+            session.add(Effect(job_id=job.id))
+            return
+        other.ref = "one"
+        session.add(other)
+        try:
+            session.flush()
+        except sa.exc.IntegrityError:
+            handled.append(n)
+            raise
+
+    run_until_failed(engine, jobs, 6, body, "plain", failing={3})
+    assert handled == [3, 3]  # in the group, and by itself
+
+
 def test_an_error_of_one_that_was_cancelled_is_not_the_next_ones(engine: Engine, jobs: Jobs) -> None:
     handlers = HandlerRegistry()
     told: list[JobEvent] = []
@@ -534,6 +643,25 @@ def test_an_object_that_a_later_job_changes_is_inserted_as_its_own_job_left_it(
     assert observer.rows("SELECT ref, total FROM shop_order ORDER BY id") == [("0", 0), ("2", 2), ("4", 4)]
 
 
+def test_a_later_job_gives_an_object_no_other_parent(engine: Engine, jobs: Jobs, observer: Observer) -> None:
+    _Base.metadata.create_all(engine)
+    with Session(engine, expire_on_commit=False) as session, session.begin():
+        bills = [Bill(n=n, lines=[]) for n in range(2)]
+        session.add_all(bills)
+    kept: list[Line] = []
+
+    def body(session: Session, n: int, job: Job[Any]) -> None:
+        session.add(Effect(job_id=job.id))
+        if n == 1:
+            kept.append(Line(n=1, bill_id=bills[0].id))
+            session.add(kept[-1])
+        if n == 2:
+            kept[-1].bill = bills[1]
+
+    assert all_done(run(engine, jobs, 6, body))
+    assert observer.scalar("SELECT b.n FROM group_bill b JOIN group_line l ON l.bill_id = b.id") == 0
+
+
 def test_an_object_that_several_jobs_use_is_as_the_last_of_them_left_it(
     engine: Engine, jobs: Jobs, observer: Observer
 ) -> None:
@@ -541,7 +669,7 @@ def test_an_object_that_several_jobs_use_is_as_the_last_of_them_left_it(
 
     def body(session: Session, n: int, job: Job[Any]) -> None:
         session.add(Effect(job_id=job.id))
-        if n > 1:
+        if n in {2, 4}:
             session.add(the_one)
         if n == 4:
             session.flush()
@@ -572,7 +700,7 @@ def test_what_a_job_adds_to_an_object_of_another_stays_its_own(engine: Engine, j
     assert observer.scalar("SELECT count(*) FROM group_bill") == 1
 
 
-@pytest.mark.filterwarnings("ignore:The `objects` parameter:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_flush_of_some_objects_leaves_the_others(engine: Engine, jobs: Jobs, observer: Observer) -> None:
     def body(session: Session, n: int, job: Job[Any]) -> None:
         one, other = Order(ref=str(n)), Order(ref=f"not {n}")
@@ -685,6 +813,49 @@ def test_what_the_application_makes_of_a_row_at_its_flush_is_made_for_its_own_jo
     assert all_done(run(engine, jobs, 6, body, flush="job"))
     found = observer.rows(f"SELECT job, own FROM {model.__tablename__} ORDER BY id")
     assert found == [(n, str(n)) for n in range(6)]
+
+
+@pytest.mark.parametrize("flush", ["job", "group"])
+def test_an_applications_flush_may_have_parameters_and_return_something(
+    flush: Flush, engine: Engine, jobs: Jobs
+) -> None:
+    class Flushing(Session):
+        def flush(self, objects: Any = None, *, check: bool = True) -> str:  # type: ignore[override]
+            super().flush(objects)
+            return f"checked: {check}"
+
+    returned: list[Any] = []
+
+    def body(session: Session, n: int, job: Job[Any]) -> None:
+        session.add(Effect(job_id=job.id))
+        if n == 3:
+            returned.extend([session.flush(check=False), session.flush()])  # type: ignore[call-arg, func-returns-value]
+
+    assert all_done(run(engine, jobs, 6, body, bind=sessionmaker(engine, class_=Flushing), flush=flush))
+    assert returned == ["checked: False", "checked: True"]
+    assert sum(jobs.effects_by_job().values()) == 6
+
+
+def test_rows_are_not_lost_with_a_flush_that_does_not_always_flush(engine: Engine, jobs: Jobs) -> None:
+    class Pausing(Session):
+        def flush(self, objects: Any = None) -> None:
+            if "paused" not in self.info:
+                super().flush(objects)
+
+    def body(session: Session, n: int, job: Job[Any]) -> None:
+        session.add(Effect(job_id=job.id))
+        if n == 3:
+            session.flush()
+            session.info["paused"] = True
+            session.execute(sa.text("SELECT 1"))
+            del session.info["paused"]
+        if n == 5:
+            session.info["paused"] = True
+            session.execute(sa.text("SELECT 1"))
+            del session.info["paused"]
+
+    assert all_done(run(engine, jobs, 8, body, bind=sessionmaker(engine, class_=Pausing)))
+    assert sum(jobs.effects_by_job().values()) == 8
 
 
 @pytest.mark.parametrize("flush", ["job", "group"])

@@ -48,21 +48,31 @@ class Deferred:
         if len(session.identity_map) or _has_jobs(session) or len(self._objects) + len(new) > MOST_OBJECTS:
             return False
         values = list(map(_values, new))
-        if not all(type(value) in UNCHANGING or isinstance(value, Enum) for each in values for value in each):
-            return False  # a dict, say, which a later job may change
+        if not all(map(_is_plain, new, values)):
+            return False
         self._objects += new
         self._values += values
         session.expunge_all()
         return True
 
     def insert(self) -> None:
-        """Insert them now, but not what the running handler has added: it may not be complete."""
+        """Insert them now, but not what the running handler has added: it may not be complete.
+
+        :raises TransactionAborted: the one cannot be done without the other.
+        """
         session = self._session
-        own = [] if _has_jobs(session) else list(session.new)  # jobs may refer to the others
-        for each in own:
-            _expunge(session, each)
+        if len(session.identity_map):  # what is changed there, and may refer to what is added, would be flushed
+            raise TransactionAborted("a job of the group has brought objects from another session")
+        if _has_jobs(session):  # they may refer to the others
+            session.flush()
+            return
+        own = list(session.new)
+        session.expunge_all()
         session.flush()
+        session.expunge_all()  # what listeners have added, too
         session.add_all(own)
+        if len(session.new) != len(own):
+            raise TransactionAborted("a job of the group has taken out of its session what belongs to what is in it")
 
     def come_back(self) -> None:
         """Make them pending again; they are inserted before what the session has pending now.
@@ -73,25 +83,26 @@ class Deferred:
         own = list(session.new)
         session.add_all(self._objects)
         are_apart = len(session.new) == len(self._objects) + len(own)
-        if not are_apart or not all(map(_are_same, self._objects, self._values)):
+        if not are_apart or not all(map(_is_as_it_was, self._objects, self._values)):
             raise TransactionAborted("an object that a job of the group has added was used by a later one as well")
         for place, each in enumerate((*self._objects, *own)):
             sa.inspect(each, raiseerr=True).insert_order = place  # what the unit of work sorts a class's rows by
 
     def leave(self) -> None:
-        """Let the session go on without them, now that they are inserted."""
+        """Let the session go on without them, now that they are inserted.
+
+        :raises TransactionAborted: they are not, since the application's ``flush()`` did something else.
+        """
         for each in self._objects:
-            _expunge(self._session, each)
+            if sa.inspect(each, raiseerr=True).key is None:
+                raise TransactionAborted("flush() of the session has not inserted what jobs of the group have added")
+            if each in self._session:  # else a listener has taken it out
+                self._session.expunge(each)
 
 
 def _has_jobs(session: Session) -> bool:
     """Whether jobs are to be written with the next flush: an object of their class stands for them."""
     return any(isinstance(each, JobRecordMixin) for each in session.new)
-
-
-def _expunge(session: Session, each: object) -> None:
-    if each in session:  # else one that it belongs to has taken it along
-        session.expunge(each)
 
 
 def _values(each: object) -> Sequence[object]:
@@ -100,5 +111,15 @@ def _values(each: object) -> Sequence[object]:
     return [state.dict.get(attribute.key) for attribute in state.mapper.column_attrs]
 
 
-def _are_same(each: object, values: Sequence[object]) -> bool:
-    return all(now is before for now, before in zip(_values(each), values, strict=True))
+def _is_plain(each: object, values: Sequence[object]) -> bool:
+    """Whether an object is complete by itself: it refers to no others, and no value can change, as a dict can."""
+    return all(type(value) in UNCHANGING or isinstance(value, Enum) for value in values) and not _refers(each)
+
+
+def _refers(each: object) -> bool:
+    state = sa.inspect(each, raiseerr=True)
+    return any(state.dict.get(relationship.key) for relationship in state.mapper.relationships)
+
+
+def _is_as_it_was(each: object, values: Sequence[object]) -> bool:
+    return all(now is before for now, before in zip(_values(each), values, strict=True)) and not _refers(each)

@@ -13,7 +13,7 @@ from sqlalchemy import event
 from enlist._driver import is_transaction_over
 from enlist._staging import RUNNING
 from enlist._transactions import ENDING_STATEMENT
-from enlist.exceptions import CommitRefused
+from enlist.exceptions import CommitRefused, TransactionAborted
 
 if TYPE_CHECKING:
     import datetime as dt
@@ -151,9 +151,17 @@ class Guard:
             self.alone = True
 
     def insert_deferred(self) -> None:
-        """Insert what earlier jobs of the group have added, before anybody looks."""
-        if self.deferred is not None:
+        """Insert what earlier jobs of the group have added, before anybody looks.
+
+        :raises TransactionAborted: it cannot be done: each job is to run by itself.
+        """
+        if self.deferred is None:
+            return
+        try:
             self.deferred.insert()
+        except TransactionAborted as error:
+            self.broken = self.broken or str(error)
+            raise
 
     def follow(self, session: Session, job_id: uuid.UUID, token: int) -> None:
         """Go on to another job of a group, in the same transaction."""
@@ -213,8 +221,8 @@ def _refuse_ending_statement(
 ) -> tuple[str, Any]:
     """Refuse ``session.execute(text("COMMIT"))``."""
     if (guard := GUARDS.get(connection)) is not None and not guard.ours:
-        guard.refuse_ending_statement(connection, statement)
         guard.insert_deferred()
+        guard.refuse_ending_statement(connection, statement)
     return statement, parameters
 
 

@@ -368,7 +368,8 @@ class Runner:
             for run in runs:
                 if run.id == error.job_id and error.token in {None, run.token} and not self._endings.is_held(run):
                     self._endings.lost(run)
-        elif len(group.members) == 1 and runs and guard is not None:  # as if it had run by itself
+        elif len(runs) == 1 and guard is not None and (len(group.members) == 1 or not guard.flushes_together):
+            # As if it had run by itself: nobody else's rows were in its flush.
             wait = self._endings.raised(runs[0], guard, error, 0)
             return [] if wait is None else runs
         if len(runs) > 1:

@@ -19,7 +19,7 @@ from enlist._statements import of_this_minute
 from enlist.exceptions import LeaseLost, SessionError, TransactionAborted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from enlist._guard import Guard
 
@@ -124,30 +124,30 @@ class GuardedSession(Session):
             self._check("reset()")
             super().reset()
 
-    # What earlier jobs of the group have added is there for whoever looks.
+    # What earlier jobs of the group have added is there for whoever looks. (The application's class may have further
+    # parameters, and return something.)
 
-    def flush(self, objects: Sequence[Any] | None = None) -> None:
+    def flush(self, *arguments: Any, **options: Any) -> Any:
         guard = self.guard
-        if objects is not None:
-            self._insert_deferred()
-            super().flush(objects)
-            return
-        if guard is None or (deferred := guard.deferred) is None:
-            super().flush()
-            return
-        guard.deferred = None
-        theirs_alone = not self.new
+        if guard is None or guard.deferred is None:
+            return super().flush(*arguments, **options)
+        if arguments or options:
+            guard.insert_deferred()
+            return super().flush(*arguments, **options)
+        deferred, guard.deferred = guard.deferred, None
+        theirs_alone = not self.new and not len(self.identity_map)
         try:
             deferred.come_back()
-            super().flush()
+            returned: Any = super().flush()
+            deferred.leave()
         except sa.exc.SQLAlchemyError as error:
             if theirs_alone:  # this job's handler is not to take it for its own
                 raise TransactionAborted("what an earlier job of the group has added could not be inserted") from error
             raise
-        except TransactionAborted:
-            guard.broken = "the use of another job's object"
+        except TransactionAborted as error:
+            guard.broken = guard.broken or str(error)
             raise
-        deferred.leave()
+        return returned
 
     def connection(self, *arguments: Any, **options: Any) -> sa.Connection:
         self._insert_deferred()
@@ -155,17 +155,17 @@ class GuardedSession(Session):
 
     # A bulk operation counts as a flush: no other may begin within.
 
-    def bulk_save_objects(self, *arguments: Any, **options: Any) -> None:
+    def bulk_save_objects(self, *arguments: Any, **options: Any) -> Any:
         self._insert_deferred()
-        super().bulk_save_objects(*arguments, **options)
+        return super().bulk_save_objects(*arguments, **options)
 
-    def bulk_insert_mappings(self, *arguments: Any, **options: Any) -> None:
+    def bulk_insert_mappings(self, *arguments: Any, **options: Any) -> Any:
         self._insert_deferred()
-        super().bulk_insert_mappings(*arguments, **options)
+        return super().bulk_insert_mappings(*arguments, **options)
 
-    def bulk_update_mappings(self, *arguments: Any, **options: Any) -> None:
+    def bulk_update_mappings(self, *arguments: Any, **options: Any) -> Any:
         self._insert_deferred()
-        super().bulk_update_mappings(*arguments, **options)
+        return super().bulk_update_mappings(*arguments, **options)
 
     def _insert_deferred(self) -> None:
         if self.guard is not None:
