@@ -427,6 +427,8 @@ def test_a_changed_row_that_a_job_brings_along_is_updated_with_what_it_adds(
         if n % 2:
             orders[n].total = n
             session.add(orders[n])
+            if n == 3:
+                session.connection()
 
     assert all_done(run(engine, jobs, 6, body))
     assert observer.rows("SELECT total FROM shop_order ORDER BY ref") == [(0,), (1,), (0,), (3,), (0,), (5,)]
@@ -702,7 +704,10 @@ def test_what_a_job_adds_to_an_object_of_another_stays_its_own(engine: Engine, j
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_flush_of_some_objects_leaves_the_others(engine: Engine, jobs: Jobs, observer: Observer) -> None:
+    runs: list[int] = []
+
     def body(session: Session, n: int, job: Job[Any]) -> None:
+        runs.append(n)
         one, other = Order(ref=str(n)), Order(ref=f"not {n}")
         session.add_all([one, other] if n == 3 else [one])
         if n == 3:
@@ -710,6 +715,7 @@ def test_a_flush_of_some_objects_leaves_the_others(engine: Engine, jobs: Jobs, o
             session.expunge(other)
 
     assert all_done(run(engine, jobs, 6, body))
+    assert runs == list(range(6))
     assert observer.rows("SELECT ref FROM shop_order ORDER BY id") == [(str(n),) for n in range(6)]
 
 
