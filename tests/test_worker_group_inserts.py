@@ -418,15 +418,16 @@ def test_a_job_changes_a_row_that_one_before_it_has_added(engine: Engine, jobs: 
 def test_a_changed_row_that_a_job_brings_along_is_updated_with_what_it_adds(
     engine: Engine, jobs: Jobs, observer: Observer
 ) -> None:
-    with Session(engine, expire_on_commit=False) as session, session.begin():
-        orders = [Order(ref=str(n)) for n in range(6)]
-        session.add_all(orders)
+    with Session(engine) as session, session.begin():
+        session.add_all([Order(ref=str(n)) for n in range(6)])
 
     def body(session: Session, n: int, job: Job[Any]) -> None:
         session.add(Effect(job_id=job.id))
         if n % 2:
-            orders[n].total = n
-            session.add(orders[n])
+            with Session(engine) as other:
+                order = other.scalars(sa.select(Order).filter_by(ref=str(n))).one()
+            order.total = n
+            session.add(order)
             if n == 3:
                 session.connection()
 
